@@ -1,6 +1,6 @@
 """The backward of scores in blocks, for gradients of all pairs, in the cost model: operations, bytes and counted loops.
 
-Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `step`. Images have 36 regions.
+Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `listed_seconds`, `step`. Images have 36 regions.
 """
 
 from __future__ import annotations
@@ -10,10 +10,21 @@ from dataclasses import dataclass
 
 from benchmarks import costs
 from benchmarks.costs import DIM, ELEMENT, REGIONS, SOFTMAX_OPERATIONS, WORDS, Cost
-from benchmarks.kernels import LANES, TILE_WARPS, Launch, Work, loss, scores, slices
+from benchmarks.kernels import (
+    LANES,
+    LAUNCH_SECONDS,
+    TILE_WARPS,
+    Launch,
+    Work,
+    listed_pairs,
+    loss,
+    scores,
+    slices,
+    times,
+)
 from itm_fast.benchmarking.workloads import caption_lengths
 
-__all__ = ["Chunks", "backward", "backward_cost", "chunks", "step"]
+__all__ = ["Chunks", "backward", "backward_cost", "chunks", "listed_seconds", "step"]
 
 KERNEL = "backpropagate_pairs<BFloat16>"
 # Rows of a tile of regions and of one of words, parts of a coefficient, rows and columns of a task of a product, and
@@ -59,7 +70,10 @@ def backward_cost(batch: int, dim: int = DIM, words: float = WORDS, element: int
 
 
 def backward(batch: int, dim: int = DIM) -> Work:
-    """The backward of a loss over all negatives. Steps between barriers of the grid count as launches of their own."""
+    """The backward of a loss over all negatives. Steps between barriers of the grid count as launches of their own.
+
+    The softmax over the regions and its gradient are not counted, as in `kernels.listed_pairs`.
+    """
     lengths = caption_lengths(batch).tolist()
     context_tiles, query_tiles = costs.tiles([REGIONS] * batch, ROWS), costs.tiles(lengths, COLUMNS)
     found = chunks(context_tiles, query_tiles)
@@ -71,13 +85,9 @@ def backward(batch: int, dim: int = DIM) -> Work:
         # Of five groups of 16 rows, a warp takes three at most, of eight groups of 8 columns two; two steps of 16.
         "block product": pairs * slices(dim) * TILE_WARPS * 3 * 2 * 2,
         "block statistics": 2 * raw,
-        "block attention": raw,
         "block Gram rows": raw * WIDTH / 8,
         "block cosines": raw,
-        "block columns": 2 * raw,
-        "block rows": raw,
         "block weights": raw,
-        "turned block weights": raw,
         "block squares": raw * REGIONS,
     }
     # For each product: rows in groups of 16, times the depth in steps, in parts.
@@ -95,6 +105,18 @@ def backward(batch: int, dim: int = DIM) -> Work:
         Launch(KERNEL, {"contexts": squares}, batch * math.ceil(dim / 256)),
     )
     return Work(backward_cost(batch, dim), launches)
+
+
+def listed_seconds(batch: int, device: str) -> float:
+    """Return the predicted seconds of the same backward as lists of pairs.
+
+    A warp skips the groups of 16 rows that a caption does not have: their HMMA are left out, their copies count.
+    """
+    (lists,) = listed_pairs(batch**2)
+    busy = times(lists, device)
+    queries = times(Launch(KERNEL, {"queries": lists.work["queries"]}), device)
+    busy["tensor cores"] -= queries["tensor cores"] * (1 - math.ceil(WORDS / 16) * 16 / 48)
+    return max(busy.values()) + LAUNCH_SECONDS * backward_cost(batch).launches
 
 
 def step(batch: int, dim: int = DIM) -> Work:

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks import costs, kernels, maxsim_costs
+from benchmarks import costs, dense_costs, kernels, maxsim_costs
 from benchmarks.costs import DEVICES, Cost
 from benchmarks.gpu_table import check_is_of_a_gpu
 from benchmarks.kernels import BOOSTING, GPUS, Work, predict, repeated
@@ -52,6 +52,7 @@ WORKLOADS = (
     Workload("scores, 128 x 128", kernels.scores(128, 128), "scores 128"),
     Workload("scores, 1024 x 1024", kernels.scores(1024, 1024), "scores 1024"),
     Workload("hardest-negative step, B = 128", kernels.step(128), "step 128"),
+    Workload("step over all negatives, B = 128", dense_costs.step(128)),
     Workload("RCAR scores, 128 x 128", kernels.regulated_scores(128, 128), "regulated scores 128"),
     Workload("RCAR scores, 1024 x 1024", kernels.regulated_scores(1024, 1024), "regulated scores 1024"),
     Workload("RCAR hardest-negative step, B = 128", kernels.regulated_step(128), "regulated step 128"),
@@ -169,7 +170,20 @@ def _consequences() -> str:
         f"products of the scores, and read {read} of features per step, {read_in_all} per epoch. At the peak of an "
         f"H200 they take {seconds(encoding)} per step, and the scores, the loss and their gradients "
         f"{seconds(predict(step, 'H200').seconds)}.\n"
+        f"{_all_negatives()}\n"
         f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
+    )
+
+
+def _all_negatives() -> str:
+    """Compare blocks of scores with lists of pairs."""
+    blocks = dense_costs.backward(128)
+    lists = {name: seconds(dense_costs.listed_seconds(128, name)) for name in DEVICES}
+    times = [f"{seconds(predict(blocks, name).seconds)} instead of {lists[name]} on {name}" for name in DEVICES]
+    return (
+        f"- The backward over all negatives at B = 128 is predicted to take {', '.join(times)}, in blocks of scores "
+        "instead of lists of pairs. Neither counts the softmax over the regions and its gradient. Blocks count the "
+        "quadratic form, the cosines, W and M, too; lists count only products of rows."
     )
 
 

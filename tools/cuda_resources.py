@@ -53,12 +53,12 @@ MUST_USE_TENSOR_CORES = (
 # What main loops may issue, by the prefix of the kernels' names and for each loop by its number of HMMA: other
 # instructions per 16 HMMA, and instructions per asynchronous copy of 16 bytes. Rows of float32 are split into bfloat16
 # parts there, and some products are added up by slice. backpropagate_pairs has loops for products of rows, for sums of
-# matrices of two and three parts, and for sums of rows; differentiate_regulation for sums of rows and for products;
-# score_long_tiles for raw scores and for Gram matrices.
+# matrices of two and three parts, for sums of rows, and for both products of blocks of scores; differentiate_regulation
+# for sums of rows and for products; score_long_tiles for raw scores and for Gram matrices.
 BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
-    "backpropagate_pairs<BFloat16>": ((70, 6), (60, 8), (40, 8), (40, 8)),
-    "backpropagate_pairs<Half>": ((70, 6), (60, 8), (40, 8)),
-    "backpropagate_pairs<float>": ((40, 8), (85, 6), (60, 10)),
+    "backpropagate_pairs<BFloat16>": ((95, 10), (70, 6), (60, 8), (40, 8), (30, 8), (40, 8)),
+    "backpropagate_pairs<Half>": ((95, 10), (70, 6), (60, 8), (40, 8), (55, 14)),
+    "backpropagate_pairs<float>": ((125, 10), (40, 8), (85, 6), (60, 10), (50, 8)),
     "differentiate_regulation<": ((130, 28), (100, 18)),
     "prepare_regulation<BFloat16,": ((100, 6),),
     "prepare_regulation<float,": ((76, 6),),

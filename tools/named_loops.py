@@ -100,24 +100,16 @@ _BACKWARD = (
         tile=(48, 8),
         without=("multiply_block",),
     ),
-    # Blocks of scores.
+    # Blocks of scores, without the softmax over the regions and its gradient.
     Wanted(_BACKPROPAGATED, "block product", ("multiply_slices",), "HMMA.*", "HMMA"),
     Wanted(_BACKPROPAGATED, "block sums", ("add_step", "multiply_block"), "HMMA.*", "HMMA"),
     Wanted(_BACKPROPAGATED, "block statistics", ("attend", "row_factor"), "LDS", "raw score"),
-    Wanted(_BACKPROPAGATED, "block attention", ("attend", "attend_column"), "STS", "raw score"),
     Wanted(
         *(_BACKPROPAGATED, "block Gram rows", ("multiply_by_grams",), r"LDG?\.E\.128.*", "8 elements of a Gram matrix"),
         work=0.5,
     ),
     Wanted(_BACKPROPAGATED, "block cosines", ("compare",), r"MUFU\.RSQ", "raw score"),
-    Wanted(_BACKPROPAGATED, "block columns", ("differentiate_columns",), "STS", "raw score"),
-    Wanted(_BACKPROPAGATED, "block rows", ("differentiate_rows", "differentiate_row"), "STS", "raw score"),
     Wanted(_BACKPROPAGATED, "block weights", ("store_weights",), "STS", "raw score"),
-    Wanted(
-        *(_BACKPROPAGATED, "turned block weights", ("store_weights",), r"STG\.E\.U16", "raw score"),
-        work=0.5,
-        without=("turned",),
-    ),
     Wanted(_BACKPROPAGATED, "block squares", ("store_sums",), "FFMA", _MADD),
 )
 WANTED = (

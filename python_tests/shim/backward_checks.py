@@ -198,7 +198,7 @@ def check_all_blocks(kernels: BackwardKernels) -> None:
             assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
     for refused, options in (
         (cancelling_sets(5), {"temperature": 0.01}),
-        ((queries, random_fragments([81, 3], 34, torch.float32, seed=2)), {}),
+        ((random_fragments([65, 3], 34, torch.float32, seed=2), contexts), {}),
     ):
         gradients = sparse_gradients(len(refused[0]), len(refused[1]), 1.0, 0)
         found = check_gradients(kernels, *refused, gradients, dense_share=0.0, **options)

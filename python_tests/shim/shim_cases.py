@@ -135,6 +135,13 @@ def _cross_attention_backward(library: Path) -> Outcomes:
         room = kernels.small_room(5, 7) if number == 3 else ROOM
         result = kernels.backward(gradients, *operands, dtype=dtype, room=room, seed=number, **options)
         found[f"{number} queries"], found[f"{number} contexts"] = result.queries, result.contexts
+    # Blocks of scores, in several chunks.
+    bounds = (np.array([0, 3, 3, 43, 70]), np.array([0, 36, 40, 90]))
+    rows = [random.standard_normal((offsets[-1], 34)).astype(np.float32) for offsets in bounds]
+    operands = [rows[0], bounds[0], rows[1], bounds[1]]
+    result = kernels.backward(np.ones((4, 3), np.float32), *operands, room=35_000, dense_share=0.0)
+    assert result.blocks == "taken"
+    found["blocks queries"], found["blocks contexts"] = result.queries, result.contexts
     return found
 
 

@@ -43,7 +43,7 @@ ITM_FAST_DEVICE_APART void multiply_block(const BlockProduct<S>& product, int di
 }
 
 // Step 3: both products of a chunk. Blocks take the tasks one by one, the longest first, because they differ in depth.
-// `taken`: tasks of earlier chunks, with those that blocks asked for in vain.
+// `taken`: tasks of earlier chunks, with those that blocks asked for when none was left.
 template <bool kAligned, typename S>
 ITM_FAST_DEVICE void multiply_blocks(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk, int64_t& taken) {
   ITM_FAST_SHARED(int32_t, next, 1);

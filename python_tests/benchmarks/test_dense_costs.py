@@ -1,0 +1,43 @@
+"""The cost model of blocks of scores."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import costs, dense_costs, kernels
+from benchmarks.kernels import GPUS, Launch, predict
+
+
+def test_chunks_fit_the_room_and_hold_all_tiles() -> None:
+    for tiles in ((64, 29), (1, 1), (5, 200), (512, 229)):
+        for room in (20_000, 300_000, dense_costs.ROOM):
+            found = dense_costs.chunks(*tiles, room)
+            assert found.across * found.context_tiles >= tiles[0] > (found.across - 1) * found.context_tiles
+            assert found.down * found.query_tiles >= tiles[1] > (found.down - 1) * found.query_tiles
+            # Two matrices of 16-bit parts, a matrix of squares per query tile and one more, in float32.
+            contexts, queries = 80 * found.context_tiles, 64 * found.query_tiles
+            used = 2 * contexts * queries + (1 + found.query_tiles) * contexts * 40 + found.context_tiles * queries
+            assert used <= room
+
+
+def test_the_products_are_at_least_those_of_all_pairs() -> None:
+    prepared, tiles, sums, _ = dense_costs.backward(128).counted
+    pairs = 128 * sum(kernels.caption_lengths(128).tolist()) * 36 * 1024
+    hmma = kernels.HMMA_OPERATIONS / 2
+    assert pairs < tiles.times * tiles.work["block product"] * hmma < 1.6 * pairs
+    assert 2 * 2 * pairs <= sums.times * sums.work["block sums"] * hmma < 1.1 * 2 * 2 * pairs
+    assert prepared.blocks == 128
+
+
+def test_the_longest_tasks_of_a_launch_come_first() -> None:
+    launch = Launch("work<", {}, tasks=((2, 3.0), (3, 1.0)))
+    assert kernels.unevenness(launch, 2) == pytest.approx(5 / 4.5)  # 3 + 1 + 1 beside 3 + 1
+    assert kernels.unevenness(launch, 3) == pytest.approx(3 / 3)
+    assert kernels.unevenness(launch, 9) == pytest.approx(3)
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_blocks_are_faster_than_lists_and_slower_than_their_floors(device: str) -> None:
+    blocks = dense_costs.backward(128)
+    assert max(costs.floors(blocks.cost, costs.DEVICES[device])) < predict(blocks, device).seconds
+    assert predict(blocks, device).seconds < dense_costs.listed_seconds(128, device)
