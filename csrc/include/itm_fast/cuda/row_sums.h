@@ -135,11 +135,11 @@ class StepCopies {
     const int left = range.width - range.column - column;
     depth_ = thread_index() % 4 * 4;
     has_coefficients_ = row < range.n_rows;
-    coefficient_row_ = has_coefficients_ ? range.first_row + row : 0;
+    coefficient_row_ = has_coefficients_ ? static_cast<uint32_t>(range.first_row + row) : 0u;
     coefficient_place_ = row < (range.n_rows + 15) / 16 * 16 ? row * Tile::kCoefficientStride + depth_ : -1;
     first_ = thread_index() / kPartsOfRow;
     column_ = left > 0 ? range.column + column : 0;
-    row_bytes_ = range.row_stride * static_cast<int>(sizeof(Unit));
+    row_bytes_ = static_cast<uint32_t>(range.row_stride) * static_cast<uint32_t>(sizeof(Unit));
     // The fragments of two tiles of columns are loaded together.
     row_place_ = left > -16 ? first_ * Tile::kRowStride + column : -1;
   }
@@ -148,10 +148,10 @@ class StepCopies {
     ITM_FAST_DYNAMIC_SHARED(float, coefficients, 0, Tile::kRing* Tile::kCoefficients);
     ITM_FAST_DYNAMIC_SHARED(Unit, rows, Tile::kRowsAt, Tile::kRing * Tile::kRowStage);
     if (coefficient_place_ >= 0) {
-      const int apart = static_cast<int>((static_cast<uint32_t>(term.depth) + 3u) & ~3u);  // padded(depth) in 32 bits
+      const uint32_t apart = (static_cast<uint32_t>(term.depth) + 3u) & ~3u;  // padded(depth) in 32 bits
       const int left = term.depth - at - depth_;
       const int count = !has_coefficients_ || left <= 0 ? 0 : left < 4 ? left : 4;
-      const float* row = term.coefficients + static_cast<int64_t>(coefficient_row_) * apart;
+      const float* row = term.coefficients + uint64_t{coefficient_row_} * apart;
       copy_async(coefficients, stage * Tile::kCoefficients + coefficient_place_, row + (left > 0 ? at + depth_ : 0),
                  count);
     }
@@ -162,7 +162,7 @@ class StepCopies {
     for (int i = 0; i < Tile::kDepth / kApart; ++i) {
       const int row = at + first_ + i * kApart;
       const bool is_inside = row < term.depth;
-      const auto* part = source + static_cast<int64_t>(is_inside ? row : 0) * row_bytes_;
+      const auto* part = source + uint64_t{is_inside ? static_cast<uint32_t>(row) : 0u} * row_bytes_;
       copy_async(rows, target + i * kApart * Tile::kRowStride, reinterpret_cast<const Unit*>(part),
                  is_inside ? Tile::kPart : 0);
     }
@@ -170,8 +170,9 @@ class StepCopies {
 
  private:
   bool has_coefficients_;
-  int depth_, coefficient_row_, coefficient_place_;  // -1: no place
-  int first_, column_, row_bytes_, row_place_;       // -1: no place
+  uint32_t coefficient_row_, row_bytes_;
+  int depth_, coefficient_place_;  // -1: no place
+  int first_, column_, row_place_;
 };
 
 // The depths in a register of a fragment: those of lane % 4 in its first half, and 4 further in the second.
