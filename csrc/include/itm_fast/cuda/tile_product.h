@@ -366,11 +366,11 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
   // convert rows or add up slices have no registers left for this path. The same holds for three parts that are cut.
   constexpr bool kMayBeWhole =
       kParts == 1 ? !kBySlice && !std::is_same_v<S, float> : kParts == 2 || kAlignedCopies == Copies::whole_parts;
-  constexpr int kAll = Tile::kColumnTiles, kFew = Tile::kFewTiles;
+  constexpr int kAll = Tile::kColumnTiles, kFew = Tile::kFewTiles > 0 ? Tile::kFewTiles : kAll;
   if (kMayBeWhole && is_aligned && rows.count > Tile::kRows - 16 &&
       columns.count > Tile::kColumns - 16 * Tile::kWarpColumns) {
     multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, true, kAll>(of_warp, rows, columns, dim);
-  } else if (kFew > 0 && is_aligned && columns.count <= 8 * Tile::kWarpColumns * kFew) {
+  } else if (kFew < kAll && is_aligned && columns.count <= 8 * Tile::kWarpColumns * kFew) {
     multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, false, kFew>(of_warp, rows, columns, dim);
   } else if (is_aligned) {
     multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, false, kAll>(of_warp, rows, columns, dim);
