@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import itm_fast.functional as F_itm
+from python_tests.cuda.test_launches import AT_MOST
 from python_tests.helpers.devices import CASES, Case, inputs_of, run_case
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.processes import ROOT
@@ -55,12 +56,14 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("case", DRIVEN, ids=lambda case: case.name)
-def test_numbers_and_gradients(case: Case) -> None:
+def test_numbers_gradients_and_launches(case: Case, launches: Callable[[], int]) -> None:
     for number, dtype in enumerate(case.dtypes if case.name in IN_ALL_DTYPES else case.dtypes[:1]):
         size = 4 if number == 0 and not case.widened else 1
         inputs = inputs_of(case, number, size, dtype, "cpu")
         with stand_in(), on_the_shim() as names:
+            before = launches()
             found = run_case(F_itm, case, inputs)
+            assert 1 <= launches() - before <= sum(AT_MOST[name] for name in names)
         assert names == set(case.operators)
         check_numbers(case, number, size, dtype, "cpu", found)
 
