@@ -38,7 +38,7 @@ MAY_SPILL: dict[str, str] = {
     f"matching_loss<{problem}<float>, {products}": "score_tile alone uses all registers that two blocks leave"
     for problem in ("TripletProblem", "BoostingProblem")
     for products in ("BFloat16, 1,", "Half, 1,", "float, 1,")
-} | {"regulate_tiles<float, 2,": "two numbers on sm_90, outside of the main loop"}
+} | {"regulate_tiles<float, 2,": "three numbers, outside of the main loop"}
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
 MUST_USE_TENSOR_CORES = (
     "backpropagate_pairs<",
