@@ -14,7 +14,8 @@ from python_tests.helpers.fragments import native_calls
 # Maximum number of launches, those of the table in docs/internals/design.md. Risks: the backward has one launch for
 # discriminators and one for features. Scores: operands, pairs; their backward: lists, then everything else. Scores with
 # their loss: operands; then pairs, loss and gradient. Regulators: operands, pairs; their backward: operands, then
-# everything else. Ranks: the best matching scores, then the ranks. MaxSim: plan and pairs; the backward also gathers rows.
+# everything else. Ranks: the best matching scores, then the ranks. MaxSim: plan and pairs; the backward also gathers
+# rows.
 AT_MOST = {
     "cross_attention_alignments": 2,
     "cross_attention_alignments_backward": 2,

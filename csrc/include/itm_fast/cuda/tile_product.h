@@ -308,7 +308,7 @@ ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> 
     const int step = item / kRowTiles, m = item % kRowTiles;
     if (item + kAhead < kSteps * kRowTiles) load_next_rows(item + kAhead);
     if (m == 0 && step + 1 < kSteps) load_next_columns(step + 1);
-    // Tiles that lie outside are the same for the whole warp. The vote says so to the compiler.
+    // Tiles that lie outside are the same for the whole warp. The vote shows the compiler.
     if (kWhole      ? (m + 1) * 16 * Tile::kWarpRows > Tile::kRows && WarpSums<Tile>::row_of(m) >= Tile::kRows
         : kCompares ? WarpSums<Tile>::row_of(m) >= n_rows
                     : vote_all(WarpSums<Tile>::row_of(m) >= n_rows))
