@@ -288,7 +288,8 @@ std::tuple<Tensor, Tensor> maxsim_scores_backward(const Tensor& grad_scores, con
                                                   const Tensor& query_offsets, const Tensor& contexts,
                                                   const Tensor& context_offsets, const std::optional<Tensor>& pairs,
                                                   const std::string& reduction, const std::string& direction,
-                                                  const std::string& precision, bool for_queries, bool for_contexts) {
+                                                  const std::string& precision, int64_t /*longest_query*/,
+                                                  int64_t /*longest_context*/, bool for_queries, bool for_contexts) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_pairs(pairs, queries);
   check_maxsim_gradient(grad_scores, queries, query_offsets, context_offsets, pairs);

@@ -90,7 +90,8 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const std:
 
 template <typename S, int kParts>
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_scores, const Operand<S>& queries, const Operand<S>& contexts,
-                                    const std::optional<Tensor>& pairs, const MaxsimOptions& options, bool for_queries,
+                                    const std::optional<Tensor>& pairs, const MaxsimOptions& options,
+                                    int64_t longest_query, int64_t longest_context, bool for_queries,
                                     bool for_contexts) {
   const Tensor gradients = torch::stable::contiguous(torch::stable::to(grad_scores, ScalarType::Float));
   const std::optional<Tensor> dense_pairs = dense(pairs);
@@ -105,10 +106,10 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_scores, const Operand<S>&
   p.of_contexts = for_contexts ? mutable_data_of<S>(of_contexts) : nullptr;
   const DeviceStream device(queries.values);
   Workspace measured;
-  place_maxsim_backward<Tile>(p.scoring, measured);
+  place_maxsim_backward<Tile>(p.scoring, longest_query, longest_context, measured);
   const Tensor memory = scratch(queries.values, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
-  place_maxsim_backward<Tile>(p.scoring, workspace);
+  place_maxsim_backward<Tile>(p.scoring, longest_query, longest_context, workspace);
   if (gathering_blocks(p) == 0) return {of_queries, of_contexts};
   if (has_pairs(p.scoring)) launch_maxsim<S, kParts>(p.scoring, device);
   device.launch(gather_maxsim_kernel<S>, gathering_blocks(p), kGatherThreads, p);
@@ -143,7 +144,8 @@ std::tuple<Tensor, Tensor> maxsim_scores_backward(const Tensor& grad_scores, con
                                                   const Tensor& query_offsets, const Tensor& contexts,
                                                   const Tensor& context_offsets, const std::optional<Tensor>& pairs,
                                                   const std::string& reduction, const std::string& direction,
-                                                  const std::string& precision, bool for_queries, bool for_contexts) {
+                                                  const std::string& precision, int64_t longest_query,
+                                                  int64_t longest_context, bool for_queries, bool for_contexts) {
   const MaxsimOptions options = maxsim_options(reduction, direction);
   check_pairs(pairs, queries);
   check_maxsim_gradient(grad_scores, queries, query_offsets, context_offsets, pairs);
@@ -151,7 +153,7 @@ std::tuple<Tensor, Tensor> maxsim_scores_backward(const Tensor& grad_scores, con
                               [&]<typename S, int kParts>(const Operand<S>& of_queries, const Operand<S>& of_contexts,
                                                           std::integral_constant<int, kParts>) {
                                 return backward<S, kParts>(grad_scores, of_queries, of_contexts, pairs, options,
-                                                           for_queries, for_contexts);
+                                                           longest_query, longest_context, for_queries, for_contexts);
                               });
 }
 

@@ -41,14 +41,15 @@ void check_maxsim_gradient(const torch::stable::Tensor& grad_scores, const torch
 }  // namespace itm_fast
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
-// `precision` is the requested one, resolved in Python. A gradient that is not requested has no rows.
+// `precision` is the requested one, resolved in Python. A gradient that is not requested has no rows. `longest_query`,
+// `longest_context`: upper bounds of the lengths of sets, for the memory of listed pairs on CUDA; 0: unknown.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "maxsim_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, Tensor? pairs, "
       "str reduction, str direction, str precision) -> Tensor");
   m.def(
       "maxsim_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
-      "Tensor context_offsets, Tensor? pairs, str reduction, str direction, str precision, bool for_queries, "
-      "bool for_contexts) -> (Tensor, Tensor)");
+      "Tensor context_offsets, Tensor? pairs, str reduction, str direction, str precision, int longest_query, "
+      "int longest_context, bool for_queries, bool for_contexts) -> (Tensor, Tensor)");
 }
 #endif

@@ -49,8 +49,14 @@ def maxsim_scores(
             queries, contexts = queries.to(wide), contexts.to(wide)
         queries, contexts = comparable_rows(queries, similarity), comparable_rows(contexts, similarity)
     operands = (queries.values, queries.offsets, contexts.values, contexts.offsets, pairs)
-    scores: Tensor = _MaxsimScores.apply(*operands, reduction, direction, precision)
+    longest = _longest(queries), _longest(contexts)
+    scores: Tensor = _MaxsimScores.apply(*operands, reduction, direction, precision, *longest)
     return scores
+
+
+def _longest(sets: Fragments) -> int:
+    """Return `max_length`, or 0 if it would synchronize with a GPU or make torch.compile compile again."""
+    return sets.max_length if sets.knows_max_length and not torch.compiler.is_compiling() else 0
 
 
 def _check_pairs(pairs: object, queries: Fragments, contexts: Fragments) -> None:
@@ -83,7 +89,7 @@ class _MaxsimScores(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         ctx.save_for_backward(*arguments[:5])
         ctx.options = arguments[5:]
-        scores: Tensor = torch.ops.itm_fast.maxsim_scores(*arguments)
+        scores: Tensor = torch.ops.itm_fast.maxsim_scores(*arguments[:-2])
         return scores
 
     @staticmethod
@@ -94,7 +100,7 @@ class _MaxsimScores(torch.autograd.Function):
             grad_scores, *ctx.saved_tensors, *ctx.options, for_queries, for_contexts
         )
         gradients = (grad_queries if for_queries else None, None, grad_contexts if for_contexts else None)
-        return *gradients, *(None,) * 5
+        return *gradients, *(None,) * 7
 
 
 @register_fake("maxsim_scores")

@@ -124,7 +124,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
     ("maxsim_scores", (*OPERANDS, None, "sum", "both", "float32"), OF_OPERANDS),
     (
         "maxsim_scores_backward",
-        (torch.ones(1), *OPERANDS, torch.tensor([[0, 0]]), "sum", "both", "float32", True, True),
+        (torch.ones(1), *OPERANDS, torch.tensor([[0, 0]]), "sum", "both", "float32", 3, 3, True, True),
         (
             (0, "grad_scores", "queries"),
             *((place + 1, name, other) for place, name, other in OF_OPERANDS),

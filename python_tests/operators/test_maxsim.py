@@ -229,7 +229,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.itm_fast.maxsim_scores.default, (*tensors, *options))
         gradient = torch.ones(shape, dtype=torch.float64)
         backward = torch.ops.itm_fast.maxsim_scores_backward.default
-        torch.library.opcheck(backward, (gradient, *tensors, *options, True, True))
+        torch.library.opcheck(backward, (gradient, *tensors, *options, 3, 4, True, True))
 
 
 def test_native_operators_run() -> None:

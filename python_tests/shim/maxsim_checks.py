@@ -59,7 +59,8 @@ def check_maxsim(
     incoming.view(-1)[::4] = 0.0
     seed = options.pop("seed", 0)
     right = exact_results(queries, contexts, incoming, pairs=pairs, **options)
-    given = {"pairs": None if pairs is None else pairs.numpy(), "seed": seed, **options}
+    longest = (queries.max_length, contexts.max_length)
+    given = {"pairs": None if pairs is None else pairs.numpy(), "seed": seed, "longest": longest, **options}
     operands = operands_of(queries, contexts)
     found = [kernels.scores(*operands, **given), *kernels.gradients(incoming.numpy(), *operands, **given)]
     tolerance = TOLERANCES[queries.dtype]

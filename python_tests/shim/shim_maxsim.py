@@ -24,15 +24,20 @@ class _Settings(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         *((name, ctypes.c_int64) for name in ("query_sets", "query_rows", "context_sets", "context_rows", "dim")),
         *((name, ctypes.c_int64) for name in ("pairs", "reduction", "direction")),
+        *((name, ctypes.c_int64) for name in ("longest_query", "longest_context")),
     )
 
 
 class MaxsimKernels:
-    """The kernels; `launches` is the number of launches of the last call. Bits of bfloat16 are passed in uint16."""
+    """The kernels. Bits of bfloat16 are passed in uint16.
+
+    `launches` is the number of launches of the last call, `workspace` the bytes of its workspace. The option `longest`
+    has the lengths of the longest sets that the backward of listed pairs makes room for.
+    """
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        self.launches = 0
+        self.launches = self.workspace = 0
 
     def scores(self, *operands: np.ndarray, pairs: np.ndarray | None = None, **options: Any) -> np.ndarray:
         """Return scores `(query sets, context sets)`, or `(P,)`, of queries, offsets, contexts and offsets."""
@@ -76,13 +81,14 @@ class MaxsimKernels:
             0 if pairs is None else len(pairs),
             REDUCTIONS.index(options.get("reduction", "sum")),
             DIRECTIONS.index(options.get("direction", "queries")),
+            *options.get("longest", (len(queries), len(contexts))),
         )
-        launches = np.zeros(1, np.int64)
+        counts = np.zeros(2, np.int64)
         function = getattr(self.library, "maxsim_float32" if queries.dtype == np.float32 else "maxsim_bfloat16")
         call(
-            function, ctypes.byref(settings), *operands, pairs, incoming, scores, of_queries, of_contexts, launches
+            function, ctypes.byref(settings), *operands, pairs, incoming, scores, of_queries, of_contexts, counts
         )  # fmt: skip
-        self.launches = int(launches[0])
+        self.launches, self.workspace = map(int, counts)
 
 
 def outcomes(library: Path) -> dict[str, np.ndarray]:
@@ -97,8 +103,10 @@ def outcomes(library: Path) -> dict[str, np.ndarray]:
         for offsets in (query_offsets, context_offsets):
             rows = 10 if number == 2 else offsets[-1]
             operands += [random.standard_normal((rows, dim)).astype(np.float32), np.array(offsets)]
-        pairs = random.integers(-1, 4, (7, 2)) if number != 1 else None
+        pairs = random.integers(-1, 4, (7 if number == 0 else 2, 2)) if number != 1 else None
         options = {"reduction": REDUCTIONS[number % 2], "direction": "both", "seed": number, "pairs": pairs}
+        if number == 2:  # The first query set is longer than that.
+            options["longest"] = (8, 10)
         scores = kernels.scores(*operands, **options)
         gradients = kernels.gradients(np.ones_like(scores), *operands, **options)
         for name, part in zip(("scores", "queries", "contexts"), (scores, *gradients), strict=True):

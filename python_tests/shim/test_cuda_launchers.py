@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import itm_fast.functional as F_itm
+from python_tests.cuda.test_launches import AT_MOST
 from python_tests.helpers.devices import CASES, Case, inputs_of, run_case
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.processes import ROOT
@@ -55,12 +56,14 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("case", DRIVEN, ids=lambda case: case.name)
-def test_numbers_and_gradients(case: Case) -> None:
+def test_numbers_gradients_and_launches(case: Case, launches: Callable[[], int]) -> None:
     for number, dtype in enumerate(case.dtypes if case.name in IN_ALL_DTYPES else case.dtypes[:1]):
         size = 4 if number == 0 and not case.widened else 1
         inputs = inputs_of(case, number, size, dtype, "cpu")
         with stand_in(), on_the_shim() as names:
+            before = launches()
             found = run_case(F_itm, case, inputs)
+            assert 1 <= launches() - before <= sum(AT_MOST[name] for name in names)
         assert names == set(case.operators)
         check_numbers(case, number, size, dtype, "cpu", found)
 
@@ -138,7 +141,7 @@ def test_sets_without_rows_and_no_sets(lengths: tuple[list[int], list[int]]) -> 
     gradient = torch.ones(len(queries), len(contexts))
     for asked in ((True, True), (False, True), (True, False), (False, False)):
         check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, *asked)
-        check_as_on_the_cpu(OPERATORS.maxsim_scores_backward, gradient, *operands, None, *MAXSIM, *asked)
+        check_as_on_the_cpu(OPERATORS.maxsim_scores_backward, gradient, *operands, None, *MAXSIM, 3, 3, *asked)
 
 
 @pytest.mark.parametrize("options", MATCHING, ids=str)
@@ -174,11 +177,11 @@ def test_maxsim_scores_without_pairs_and_of_pairs_of_no_sets(launches: Callable[
         assert OPERATORS.maxsim_scores(*side, *side, none, *MAXSIM).shape == (0,)
         assert OPERATORS.maxsim_scores(*side, *no_sets, torch.tensor([[0, 3]]), *MAXSIM).tolist() == [0.0]
         assert launches() == before
-        for found in OPERATORS.maxsim_scores_backward(torch.ones(0), *side, *side, none, *MAXSIM, True, True):
+        for found in OPERATORS.maxsim_scores_backward(torch.ones(0), *side, *side, none, *MAXSIM, 2, 2, True, True):
             assert found.tolist() == torch.zeros(2, 8).tolist()
         assert launches() == before + 1
         OPERATORS.maxsim_scores(*side, *side, None, *MAXSIM)
-        OPERATORS.maxsim_scores_backward(torch.ones(1, 1), *side, *side, None, *MAXSIM, True, True)
+        OPERATORS.maxsim_scores_backward(torch.ones(1, 1), *side, *side, None, *MAXSIM, 2, 2, True, True)
         assert launches() == before + 1 + 2 + 3
         with pytest.raises(RuntimeError, match="queries: the CUDA kernels take float32, bfloat16 or float16 rows, got"):
             OPERATORS.maxsim_scores(side[0].double(), side[1], side[0].double(), side[1], None, *MAXSIM)
@@ -202,7 +205,7 @@ def test_operands_that_are_not_dense_and_small_offsets() -> None:
     pairs = torch.tensor([[0, 2, 1], [1, 1, 0]]).t()
     for listed, incoming in ((None, gradient), (pairs, gradient[0])):
         check_as_on_the_cpu(OPERATORS.maxsim_scores, *operands, listed, *MAXSIM)
-        check_as_on_the_cpu(OPERATORS.maxsim_scores_backward, incoming, *operands, listed, *MAXSIM, True, True)
+        check_as_on_the_cpu(OPERATORS.maxsim_scores_backward, incoming, *operands, listed, *MAXSIM, 5, 5, True, True)
     scores = random_scores(20, dtype=torch.float32).t()
     positives = (random_scores(20, dtype=torch.float32, seed=1) > 1).t()
     check_as_on_the_cpu(OPERATORS.triplet_loss, scores, positives, None, *TRIPLET, "none")

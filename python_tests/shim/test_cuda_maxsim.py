@@ -120,6 +120,39 @@ def test_the_launches(kernels: MaxsimKernels) -> None:
         assert kernels.launches == planning + 2
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_workspace_of_listed_pairs_follows_their_number(kernels: MaxsimKernels, direction: str) -> None:
+    """It has room for the longest set in each pair, and never more than for all pairs. The bits are the same."""
+    operands, incoming = operands_of(*sets()), np.ones(8, np.float32)
+    longest = (max(QUERY_LENGTHS), max(CONTEXT_LENGTHS))
+    for count in (1, 2, 4, 8):
+        given = {"pairs": PAIRS[:count].numpy(), "direction": direction}
+        by_sets = kernels.gradients(incoming[:count], *operands, longest=(2**40, 2**40), **given)
+        room_by_sets = kernels.workspace
+        by_pairs = kernels.gradients(incoming[:count], *operands, longest=longest, **given)
+        needed = 0
+        for name, own, length, others in (
+            ("contexts", QUERY_LENGTHS, longest[0], CONTEXT_LENGTHS),
+            ("queries", CONTEXT_LENGTHS, longest[1], QUERY_LENGTHS),
+        ):
+            if direction != name:
+                needed += min(count * length, len(others) * sum(own)) * 4
+        assert needed <= kernels.workspace <= needed + 2 * 256
+        assert kernels.workspace <= room_by_sets
+        assert [part.tobytes() for part in by_pairs] == [part.tobytes() for part in by_sets]
+
+
+def test_a_set_longer_than_stated_makes_its_gradients_nan(kernels: MaxsimKernels) -> None:
+    queries, contexts = sets()
+    given = {"pairs": np.array([[3, 1], [0, 0]]), "direction": "both", "longest": (39, 35)}
+    found = kernels.gradients(np.ones(2, np.float32), *operands_of(queries, contexts), **given)
+    for part, side, long in zip(found, (queries, contexts), (3, 1), strict=True):
+        rows = np.arange(len(part))
+        of_pair = (rows >= int(side.offsets[long])) & (rows < int(side.offsets[long + 1]))
+        assert np.array_equal(np.isnan(part).all(axis=1), of_pair)
+        assert np.isfinite(part[~of_pair]).all()
+
+
 def test_a_frozen_side_leaves_the_other_as_it_is(kernels: MaxsimKernels) -> None:
     operands, incoming = operands_of(*sets()), np.ones((5, 6), np.float32)
     both = kernels.gradients(incoming, *operands, direction="both")

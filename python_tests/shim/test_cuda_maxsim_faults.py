@@ -61,6 +61,10 @@ FAULTS = {
         (BACKWARD, "static_cast<float>(length)", "static_cast<float>(own_length)"),
         ERROR.format("(queries|contexts)"),
     ),
+    "listed pairs of a set share their best partners": (
+        (SCORES, "return {number * slot, slot};", "return {number / 2 * slot, slot};"),
+        ERROR.format("(queries|contexts)"),
+    ),
     "pairs of all sets are added to each": (
         (BACKWARD, "(kOfQueries ? pair.query : pair.context) == set_", "true"),
         ERROR.format("(queries|contexts)"),

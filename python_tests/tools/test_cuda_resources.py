@@ -9,6 +9,7 @@ from pathlib import Path
 import cuda_resources
 import device_code
 import device_loops
+import loop_reasons
 import named_loops
 import pytest
 from cuda_resources import Usage
@@ -193,6 +194,19 @@ def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
             assert max(map(float, row[5].split("/"))) <= copying
     assert len(rows) == sum(map(len, cuda_resources.BUDGETS.values()))
     assert cuda_resources.BUDGETS["score_tile<BFloat16, 1,"] == ((40, 12),)
+
+
+def test_a_loop_above_the_goal_has_a_reason() -> None:
+    """On the committed page: reasons name all such loops, and no others."""
+    text = cuda_resources.PAGE.read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in text.split("\n## ")[1].splitlines() if line.startswith("| `")]
+    loops = {(row[0].strip("` "), int(row[1])): (int(row[4]), int(row[6])) for row in lines}
+    above = [key for key, budget in loops.items() if loop_reasons.is_above_goal(budget)]
+    found = [loop_reasons.reason_of(*key) for key in above]
+    assert None not in found, above[found.index(None)]
+    assert {id(one) for one in found} == {id(one) for one in loop_reasons.REASONS}
+    assert loop_reasons.section(loops) in text
+    assert loop_reasons.section(dict.fromkeys(loops, loop_reasons.GOAL)) == ""
 
 
 SOURCE = """\

@@ -17,15 +17,15 @@ using SmallTile = ProductTile<16, 32, 1, 2, 2, 40>;
 struct Settings {
   uint64_t seed;
   int64_t query_sets, query_rows, context_sets, context_rows, dim, pairs;
-  int64_t reduction, direction;
+  int64_t reduction, direction, longest_query, longest_context;
 };
 
-// Runs the kernels that the launcher launches; writes the number of launches to `launches`. `pairs` is null for all
-// pairs. `gradients` is null for the forward, which writes `scores`.
+// Runs the kernels that the launcher launches; writes to `counts` the number of launches and the bytes of the
+// workspace. `pairs` is null for all pairs. `gradients` is null for the forward, which writes `scores`.
 template <typename S, int kParts>
 const char* run(const Settings& s, const S* queries, const int64_t* query_offsets, const S* contexts,
                 const int64_t* context_offsets, const int64_t* pairs, const float* gradients, float* scores,
-                S* of_queries, S* of_contexts, int64_t* launches) {
+                S* of_queries, S* of_contexts, int64_t* counts) {
   const int64_t n_scores = pairs != nullptr ? s.pairs : s.query_sets * s.context_sets;
   const Exact<S> query_values(queries, s.query_rows * s.dim), context_values(contexts, s.context_rows * s.dim);
   const Exact<int64_t> query_bounds(query_offsets, s.query_sets + 1);
@@ -51,10 +51,12 @@ const char* run(const Settings& s, const S* queries, const int64_t* query_offset
   p.of_contexts = context_gradients.memory;
   const auto place = [&](Workspace& workspace) {
     gradients == nullptr ? place_maxsim<SmallTile>(scoring, workspace)
-                         : place_maxsim_backward<SmallTile>(scoring, workspace);
+                         : place_maxsim_backward<SmallTile>(scoring, s.longest_query, s.longest_context, workspace);
   };
   Workspace measured;
   place(measured);
+  counts[0] = 0;
+  counts[1] = measured.bytes();
   std::vector<unsigned char> memory(measured.bytes(), 0xff);
   Workspace workspace(memory.data());
   place(workspace);
@@ -62,9 +64,8 @@ const char* run(const Settings& s, const S* queries, const int64_t* query_offset
   std::string problem;
   const auto launch = [&](int64_t blocks, int threads, auto body, int64_t bytes) {
     if (!problem.empty()) return;
-    problem = shim::launch(blocks, threads, s.seed + ++*launches, body, bytes);
+    problem = shim::launch(blocks, threads, s.seed + ++counts[0], body, bytes);
   };
-  *launches = 0;
   if (pairs == nullptr) launch(2, SmallTile::kThreads, [&] { plan_maxsim<SmallTile>(scoring); }, 0);
   launch(
       maxsim_blocks(scoring), SmallTile::kThreads, [&] { score_maxsim<kParts, SmallTile>(scoring); },
@@ -82,9 +83,9 @@ const char* run(const Settings& s, const S* queries, const int64_t* query_offset
   extern "C" const char* maxsim_##name(const Settings* s, const S* queries, const int64_t* query_offsets,              \
                                        const S* contexts, const int64_t* context_offsets, const int64_t* pairs,        \
                                        const float* gradients, float* scores, S* of_queries, S* of_contexts,           \
-                                       int64_t* launches) {                                                            \
+                                       int64_t* counts) {                                                              \
     return run<S, kParts>(*s, queries, query_offsets, contexts, context_offsets, pairs, gradients, scores, of_queries, \
-                          of_contexts, launches);                                                                      \
+                          of_contexts, counts);                                                                        \
   }
 ITM_FAST_MAXSIM(float, 3, float32)
 #ifndef ITM_FAST_FLOAT32_ALONE

@@ -28,7 +28,25 @@ struct MaxsimProblem {
   const float* gradients;               // the pairs with a non-zero incoming gradient
   int32_t* best_contexts;               // (context sets, query rows): of each query row, if the direction needs it
   int32_t* best_queries;                // (query sets, context rows)
+  // Of listed pairs, if they take less: best_contexts (n_pairs, query_slot), best_queries (n_pairs, context_slot). Sets
+  // with more rows have no best partners, and their gradients are NaN. 0: by sets.
+  int64_t query_slot, context_slot;
 };
+
+// The best partners of the rows of a set in a set of the other side: where they begin, and how many there is room for.
+struct PartnerRange {
+  int64_t begin, room;
+};
+
+// `number`: of the listed pair. `of_queries`: in best_contexts.
+template <typename S>
+ITM_FAST_DEVICE PartnerRange partner_range(const MaxsimProblem<S>& p, bool of_queries, int64_t first_row,
+                                           int64_t other_set, int64_t number) {
+  const int64_t slot = of_queries ? p.query_slot : p.context_slot;
+  const int64_t n_rows = of_queries ? p.queries.n_rows : p.contexts.n_rows;
+  if (slot > 0) return {number * slot, slot};
+  return {other_set * n_rows + first_row, n_rows - first_row};
+}
 
 // Two blocks of one launch.
 template <typename Tile, typename S>
@@ -172,7 +190,6 @@ class MaxsimTile {
     const TileSets& own_sets = kOfColumns ? queries_ : contexts_;
     const TileSets& other_sets = kOfColumns ? contexts_ : queries_;
     int32_t* const written = kOfColumns ? p_.best_contexts : p_.best_queries;
-    const int64_t own_rows = kOfColumns ? p_.queries.n_rows : p_.contexts.n_rows;
     for (int i = thread_index(); i < own.count * other_sets.n_sets; i += Tile::kThreads) {
       const int row = i % own.count, set = i / own.count;
       const int first = start_of(starts, set, others), last = start_of(starts, set + 1, others);
@@ -186,7 +203,8 @@ class MaxsimTile {
       if (!others.is_last) {
         carried = best;
       } else if (p_.scores == nullptr) {
-        written[(other_sets.first_set + set) * own_rows + own_sets.first_row + own.first + row] = best.row;
+        const PartnerRange range = partner_range(p_, kOfColumns, own_sets.first_row, other_sets.first_set + set, pair_);
+        if (own.first + row < range.room) written[range.begin + own.first + row] = best.row;
       } else if (kOfColumns) {
         scores[first * kStride + row] = best.product;
       } else {

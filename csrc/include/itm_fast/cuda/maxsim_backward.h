@@ -51,7 +51,7 @@ class GatheredSide {
       }
       for (uint32_t left = ballot(weight != 0.0f); left != 0; left &= left - 1) {
         const int from = count_bits((left & (0 - left)) - 1);
-        add_partner(shuffle(partner, from), shuffle(weight, from));
+        add_partner(first + from, shuffle(partner, from), shuffle(weight, from));
       }
     }
     for (int i = 0; i < kPerLane; ++i) {
@@ -88,22 +88,27 @@ class GatheredSide {
     return kOfQueries ? set_ * p_.contexts.n_sets + candidate : candidate * p_.contexts.n_sets + set_;
   }
 
-  ITM_FAST_DEVICE void add_partner(int64_t partner, float weight) {
+  ITM_FAST_DEVICE void add_partner(int64_t candidate, int64_t partner, float weight) {
     const int64_t start = other_.offset(partner), length = other_.length(partner), own_length = own_.length(set_);
     if (length == 0) return;
     const bool is_mean = p_.options.reduction == MaxsimReduction::mean;
     const bool own_direction = kOfQueries ? p_.options.by_queries() : p_.options.by_contexts();
     const bool other_direction = kOfQueries ? p_.options.by_contexts() : p_.options.by_queries();
+    const int64_t own_start = own_.offset(set_), own_place = row_ - own_start;
+    const PartnerRange of_own = partner_range(p_, kOfQueries, own_start, partner, candidate);
+    const PartnerRange of_other = partner_range(p_, !kOfQueries, start, set_, candidate);
+    if ((own_direction && own_length > of_own.room) || (other_direction && length > of_other.room)) {
+      for (float& sum : sums_) sum = HUGE_VALF - HUGE_VALF;
+      return;
+    }
     if (own_direction) {
-      const int32_t* best = kOfQueries ? p_.best_contexts : p_.best_queries;
-      const int64_t found = best[partner * own_.n_rows + row_];
+      const int64_t found = (kOfQueries ? p_.best_contexts : p_.best_queries)[of_own.begin + own_place];
       // Only invalid offsets lead outside of the set.
       if (found >= 0 && found < length)
         add_row(start + found, is_mean ? weight / static_cast<float>(own_length) : weight);
     }
     if (!other_direction) return;
-    const int32_t* best = (kOfQueries ? p_.best_queries : p_.best_contexts) + set_ * other_.n_rows + start;
-    const int64_t own_place = row_ - own_.offset(set_);
+    const int32_t* best = (kOfQueries ? p_.best_queries : p_.best_contexts) + of_other.begin;
     for (int64_t first = 0; first < length; first += 32) {
       const int64_t at = first + lane();
       for (uint32_t left = ballot(at < length && best[at] == own_place); left != 0; left &= left - 1) {

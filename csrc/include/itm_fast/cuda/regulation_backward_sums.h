@@ -15,7 +15,7 @@ using SumTile = RowSumTile<float>;
 // Adds sum_t A_t B_t of up to kRows x kColumns numbers to a gradient whose first row is at `out`.
 template <typename TermAt>
 ITM_FAST_DEVICE void add_row_sums(const SumRange& range, int64_t n_terms, float* out, const TermAt& term_at) {
-  sum_rows<true, float>(range, 0, static_cast<int32_t>(n_terms), term_at);
+  sum_rows<float>(range, 0, static_cast<int32_t>(n_terms), term_at);
   each_row_sum(range, [&](int row, int column, float sum) {
     out[static_cast<int64_t>(range.first_row + row) * range.width + range.column + column] += sum;
   });

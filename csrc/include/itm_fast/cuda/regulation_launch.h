@@ -11,6 +11,7 @@ namespace itm_fast::cuda {
 // contexts. Longer sets take several.
 struct RegulationTile112 : ScoreTile112 {
   static constexpr int kChunk = 512;
+  static constexpr int kFewTiles = 2;  // A context set has about 36 rows, a layer 128 outputs at a time.
 };
 
 template <typename Tile>

@@ -29,7 +29,7 @@ struct SumTerm {
   int depth;
 };
 
-// Rows of float32 matrices are aligned to 16 bytes.
+// Rows of both matrices are aligned to 16 bytes, and so far apart that copies of whole parts stay within them.
 constexpr int64_t padded(int64_t count) { return (count + 3) / 4 * 4; }
 
 template <typename S>
@@ -120,9 +120,10 @@ class SumSteps {
   int next_ = 0, at_ = 0;
 };
 
-// Copies steps to stages. Elements outside of a term, and outside of the range, become zero. A thread copies the same
-// columns of every step.
-template <bool kAligned, typename S>
+// Copies steps to stages. Rows and coefficients beyond the depth of a term become zero. Columns beyond the range are
+// copied from anywhere within the rows, because their sums are not read. A thread copies the same columns of every
+// step.
+template <typename S>
 class StepCopies {
   using Tile = RowSumTile<S>;
   using Unit = typename Tile::Unit;
@@ -131,14 +132,14 @@ class StepCopies {
  public:
   ITM_FAST_DEVICE explicit StepCopies(const SumRange& range) {
     const int row = thread_index() / 4, column = thread_index() % kPartsOfRow * Tile::kPart;
+    const int left = range.width - range.column - column;
     depth_ = thread_index() % 4 * 4;
-    coefficient_row_ = row < range.n_rows ? range.first_row + row : -1;
+    has_coefficients_ = row < range.n_rows;
+    coefficient_row_ = has_coefficients_ ? static_cast<uint32_t>(range.first_row + row) : 0u;
     coefficient_place_ = row < (range.n_rows + 15) / 16 * 16 ? row * Tile::kCoefficientStride + depth_ : -1;
     first_ = thread_index() / kPartsOfRow;
-    row_stride_ = range.row_stride;
-    column_ = range.column + column;
-    const int left = range.width - column_;
-    count_ = left <= 0 ? 0 : left < Tile::kPart ? left : Tile::kPart;
+    column_ = left > 0 ? range.column + column : 0;
+    row_bytes_ = static_cast<uint32_t>(range.row_stride) * static_cast<uint32_t>(sizeof(Unit));
     // The fragments of two tiles of columns are loaded together.
     row_place_ = left > -16 ? first_ * Tile::kRowStride + column : -1;
   }
@@ -147,36 +148,31 @@ class StepCopies {
     ITM_FAST_DYNAMIC_SHARED(float, coefficients, 0, Tile::kRing* Tile::kCoefficients);
     ITM_FAST_DYNAMIC_SHARED(Unit, rows, Tile::kRowsAt, Tile::kRing * Tile::kRowStage);
     if (coefficient_place_ >= 0) {
-      const int left = coefficient_row_ >= 0 ? term.depth - at - depth_ : 0;
-      const int64_t from = static_cast<int64_t>(coefficient_row_) * static_cast<int>(padded(term.depth)) + at + depth_;
-      const int count = left >= 4 ? 4 : left > 0 ? left : 0;
-      copy_async(coefficients, stage * Tile::kCoefficients + coefficient_place_,
-                 term.coefficients + (count > 0 ? from : 0), count);
+      const uint32_t apart = (static_cast<uint32_t>(term.depth) + 3u) & ~3u;  // padded(depth) in 32 bits
+      const int left = term.depth - at - depth_;
+      const int count = !has_coefficients_ || left <= 0 ? 0 : left < 4 ? left : 4;
+      const float* row = term.coefficients + uint64_t{coefficient_row_} * apart;
+      copy_async(coefficients, stage * Tile::kCoefficients + coefficient_place_, row + (left > 0 ? at + depth_ : 0),
+                 count);
     }
     if (row_place_ < 0) return;
-    const int left = count_ > 0 ? term.depth - at - first_ : 0;
-    const Unit* source = reinterpret_cast<const Unit*>(term.rows) + column_;
+    const auto* source = reinterpret_cast<const unsigned char*>(reinterpret_cast<const Unit*>(term.rows) + column_);
+    const int target = stage * Tile::kRowStage + row_place_;
     ITM_FAST_UNROLLED
     for (int i = 0; i < Tile::kDepth / kApart; ++i) {
-      const bool is_inside = i * kApart < left;
-      const int64_t from = static_cast<int64_t>(at + first_ + i * kApart) * row_stride_;
-      const Unit* part = is_inside ? source + from : reinterpret_cast<const Unit*>(term.rows);
-      const int target = stage * Tile::kRowStage + row_place_ + i * kApart * Tile::kRowStride;
-      if constexpr (kAligned) {
-        copy_async(rows, target, part, is_inside ? count_ : 0);
-      } else {
-        for (int h = 0; h < Tile::kPart; ++h) {
-          Unit value{};
-          if (is_inside && h < count_) value = part[h];
-          rows[target + h] = value;
-        }
-      }
+      const int row = at + first_ + i * kApart;
+      const bool is_inside = row < term.depth;
+      const auto* part = source + uint64_t{is_inside ? static_cast<uint32_t>(row) : 0u} * row_bytes_;
+      copy_async(rows, target + i * kApart * Tile::kRowStride, reinterpret_cast<const Unit*>(part),
+                 is_inside ? Tile::kPart : 0);
     }
   }
 
  private:
-  int depth_, coefficient_row_, coefficient_place_;      // -1: no row, or no place
-  int first_, column_, count_, row_stride_, row_place_;  // -1: no place
+  bool has_coefficients_;
+  uint32_t coefficient_row_, row_bytes_;
+  int depth_, coefficient_place_;  // -1: no place
+  int first_, column_, row_place_;
 };
 
 // The depths in a register of a fragment: those of lane % 4 in its first half, and 4 further in the second.
@@ -285,10 +281,10 @@ ITM_FAST_DEVICE void add_terms(WarpRowSums& sums, SumSteps<S> steps, const Copie
 // Writes the sum of the terms term_at(entry), for entries from `first` up to `end`, to ITM_FAST_ROW_SUMS: row r and
 // column c of the range at r * kSumStride + c. Each lane looks up a term, so that the loads of 32 terms overlap. For
 // all threads of the block; ends with a barrier.
-template <bool kAligned, typename S, typename TermAt>
+template <typename S, typename TermAt>
 ITM_FAST_DEVICE void sum_rows(const SumRange& range, int32_t first, int32_t end, const TermAt& term_at) {
   WarpRowSums sums;
-  const StepCopies<kAligned, S> copies(range);
+  const StepCopies<S> copies(range);
   const int n_columns = range.width - range.column;
   for (; first < end; first += 32) {
     SumTerm<S> of_lane{};

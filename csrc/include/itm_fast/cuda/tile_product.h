@@ -28,6 +28,10 @@ struct ProductTile {
   static constexpr int kWarps = kWarpRows * kWarpColumns, kThreads = 32 * kWarps;
   static constexpr int kRowTiles = (kRows / 16 + kWarpRows - 1) / kWarpRows;  // per warp; the last may lie outside
   static constexpr int kColumnTiles = kColumns / 8 / kWarpColumns;
+  // Products with few columns have their own loop, for the first kFewTiles tiles of columns of each warp. The loops
+  // then never compare columns: a branch per product would keep the compiler from overlapping independent products. 0:
+  // the loop for tiles that are not full compares the columns of each product.
+  static constexpr int kFewTiles = 0;
   static_assert(kRows % 16 == 0 && kColumns % (16 * kWarpColumns) == 0 && kStages >= 2);
 
   static constexpr int kSlice = 32;  // of a row, in 16-bit units: 64 bytes
@@ -264,11 +268,13 @@ struct WarpSums {
   ITM_FAST_DEVICE static int column_of(int n) { return (warp() % Tile::kWarpColumns + n * Tile::kWarpColumns) * 8; }
 };
 
-// Adds the products of one stage. Fragments of 16-bit rows are loaded one tile ahead of their use.
-template <int kParts, typename Tile, bool kFloat, bool kHalf, bool kBySlice, bool kWhole>
+// Adds the products of one stage with the first kColumnTiles tiles of columns of each warp. Fragments of 16-bit rows
+// are loaded one tile ahead of their use.
+template <int kParts, typename Tile, bool kFloat, bool kHalf, bool kBySlice, bool kWhole, int kColumnTiles>
 ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> stages, int rows_at, int columns_at,
                                int n_rows, int n_columns) {
-  constexpr int kRowTiles = Tile::kRowTiles, kColumnTiles = Tile::kColumnTiles, kSteps = kFloat ? 1 : 2;
+  constexpr int kRowTiles = Tile::kRowTiles, kSteps = kFloat ? 1 : 2;
+  constexpr bool kCompares = !kWhole && Tile::kFewTiles == 0;
   constexpr int kNextRows = 16 * Tile::kWarpRows * Tile::kSlice, kNextColumns = 8 * Tile::kWarpColumns * Tile::kSlice;
   ColumnFragment<kParts> columns[kSteps][kColumnTiles];
   // Conversions of float32 hide the latency of loads themselves, and need the registers.
@@ -301,13 +307,14 @@ ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> 
     const int step = item / kRowTiles, m = item % kRowTiles;
     if (item + kAhead < kSteps * kRowTiles) load_next_rows(item + kAhead);
     if (m == 0 && step + 1 < kSteps) load_next_columns(step + 1);
-    // Tiles that lie outside are the same for the whole warp.
-    if (kWhole ? (m + 1) * 16 * Tile::kWarpRows > Tile::kRows && WarpSums<Tile>::row_of(m) >= Tile::kRows
-               : WarpSums<Tile>::row_of(m) >= n_rows)
+    // Tiles that lie outside are the same for the whole warp. The vote shows the compiler.
+    if (kWhole      ? (m + 1) * 16 * Tile::kWarpRows > Tile::kRows && WarpSums<Tile>::row_of(m) >= Tile::kRows
+        : kCompares ? WarpSums<Tile>::row_of(m) >= n_rows
+                    : vote_all(WarpSums<Tile>::row_of(m) >= n_rows))
       continue;
     ITM_FAST_UNROLLED
     for (int n = 0; n < kColumnTiles; n += 2) {
-      if (kWhole || WarpSums<Tile>::column_of(n) < n_columns) {
+      if (!kCompares || WarpSums<Tile>::column_of(n) < n_columns) {
         multiply_pair<kHalf, kBySlice>(warp_sums.sums[m][n], warp_sums.sums[m][n + 1], rows[item % (kAhead + 1)],
                                        columns[step][n], columns[step][n + 1]);
       }
@@ -315,7 +322,7 @@ ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> 
   }
 }
 
-template <int kParts, typename Tile, bool kBySlice, Copies kCopies, bool kWhole, typename S>
+template <int kParts, typename Tile, bool kBySlice, Copies kCopies, bool kWhole, int kColumnTiles, typename S>
 ITM_FAST_DEVICE void multiply_slices(WarpSums<Tile>& sums, const RowRun<S>& rows, const RowRun<S>& columns,
                                      int64_t dim) {
   constexpr bool kFloat = std::is_same_v<S, float>, kHalf = std::is_same_v<S, Half>;
@@ -335,8 +342,8 @@ ITM_FAST_DEVICE void multiply_slices(WarpSums<Tile>& sums, const RowRun<S>& rows
     barrier();  // The copies of all threads have landed, and all are done with the stage that is filled next.
     if (slice + Tile::kStages - 1 < slices) copies.template start<kCopies>(stages, filled);
     commit_copies();  // An empty group counts, too: the number of pending groups stays the same.
-    add_stage<kParts, Tile, kFloat, kHalf, kBySlice, kWhole>(sums, stages, stage + rows_at, stage + columns_at,
-                                                             rows.count, columns.count);
+    add_stage<kParts, Tile, kFloat, kHalf, kBySlice, kWhole, kColumnTiles>(
+        sums, stages, stage + rows_at, stage + columns_at, rows.count, columns.count);
     filled = stage;
     stage = stage + Tile::kStage < kEnd ? stage + Tile::kStage : 0;
   }
@@ -358,13 +365,16 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
   // convert rows or add up slices have no registers left for this path. The same holds for three parts that are cut.
   constexpr bool kMayBeWhole =
       kParts == 1 ? !kBySlice && !std::is_same_v<S, float> : kParts == 2 || kAlignedCopies == Copies::whole_parts;
+  constexpr int kAll = Tile::kColumnTiles, kFew = Tile::kFewTiles > 0 ? Tile::kFewTiles : kAll;
   if (kMayBeWhole && is_aligned && rows.count > Tile::kRows - 16 &&
       columns.count > Tile::kColumns - 16 * Tile::kWarpColumns) {
-    multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, true>(of_warp, rows, columns, dim);
+    multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, true, kAll>(of_warp, rows, columns, dim);
+  } else if (kFew < kAll && is_aligned && columns.count <= 8 * Tile::kWarpColumns * kFew) {
+    multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, false, kFew>(of_warp, rows, columns, dim);
   } else if (is_aligned) {
-    multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, false>(of_warp, rows, columns, dim);
+    multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, false, kAll>(of_warp, rows, columns, dim);
   } else {
-    multiply_slices<kParts, Tile, kBySlice, Copies::elements, false>(of_warp, rows, columns, dim);
+    multiply_slices<kParts, Tile, kBySlice, Copies::elements, false, kAll>(of_warp, rows, columns, dim);
   }
   ITM_FAST_TILE_SCORES(Tile);
   ITM_FAST_UNROLLED

@@ -1,0 +1,159 @@
+"""Why main loops of CUDA kernels issue more than the goal allows; `tools/cuda_resources.py` writes this to its page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Other instructions per 16 HMMA, and instructions per asynchronous copy.
+GOAL = (40, 12)
+
+_SPLIT = (
+    "Splitting floats: 11 instructions per pair for three parts (three conversions, four shifts, four subtractions)"
+)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Of loops above the goal.
+
+    Attributes:
+        kernels: prefixes of the kernels' names.
+        tensor: HMMA of the loops.
+        instructions: what the loops issue.
+        why: why they stay.
+    """
+
+    kernels: tuple[str, ...]
+    tensor: tuple[int, ...]
+    instructions: str
+    why: str
+
+
+def _of_scores(products: str) -> tuple[str, ...]:
+    return (
+        f"score_tile<{products}",
+        f"score_maxsim<{products.rstrip(',')}>",
+        f"score_long_tiles<{products}",
+        f"matching_loss<TripletProblem<float>, {products}",
+        f"matching_loss<BoostingProblem<float>, {products}",
+    )
+
+
+REASONS = (
+    Reason(
+        (*_of_scores("float, 3,"), "score_long_tiles<"),
+        (96,),
+        f"{_SPLIT}, 264 for 24 pairs; 64 additions of slices; 30 for copies; 12 loads of fragments.",
+        "Below 91. Splitting in the first launch would copy 6 bytes per number instead of 4 and load half as many "
+        "fragments again. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
+    ),
+    Reason(
+        _of_scores("float, 2,"),
+        (48,),
+        "Splitting 24 pairs in two parts: 144; 64 additions of slices; 30 for copies; 12 loads of fragments.",
+        "As many as an H200 issues beside its HMMA. Without slices, truncated sums would miss the accuracy of "
+        '"high" ([Precision](design.md#6-precision)).',
+    ),
+    Reason(
+        _of_scores("float, 1,"),
+        (16,),
+        "24 conversions, 30 for copies, 12 loads of fragments; the rest decides which products to skip.",
+        'Bound by issue slots. Only float32 rows with precision "medium" take this loop; 16-bit rows, as under '
+        "autocast, take one of 34. Two blocks per multiprocessor leave no registers for a loop without decisions.",
+    ),
+    Reason(
+        ("regulate_tiles<float, 3,", "differentiate_regulation<"),
+        (96,),
+        f"{_SPLIT}, 264; 64 additions of slices; 66 for copies; 54 NOP between dependent HMMA on sm_90.",
+        "Below 91. Rows may end within a copy, so each computes its size: the backward's rows are not padded, and "
+        "the forward spills with a loop for whole copies.",
+    ),
+    Reason(
+        ("regulate_tiles<float, 2,",),
+        (48,),
+        "Splitting in two parts: 144; 64 additions of slices; 59 for copies; 12 loads of fragments.",
+        'Bound by issue slots on an H200, with precision "high". As above.',
+    ),
+    Reason(
+        ("regulate_tiles<float, 3,", "differentiate_regulation<"),
+        (48,),
+        "As with 128 columns, with the same fragments of rows for half of the products.",
+        "At most 64 columns, as for the 36 contexts of a set. The loop for 128 columns with a decision per product "
+        "issues more, and its HMMA wait for one another.",
+    ),
+    Reason(
+        ("regulate_tiles<BFloat16, 1,", "regulate_tiles<float, 2,"),
+        (16, 24),
+        "As with 128 columns, with the same fragments of rows for half of the products.",
+        "At most 64 columns. With 16-bit rows, shared memory takes longer than issue slots.",
+    ),
+    Reason(
+        ("regulate_tiles<BFloat16, 1,",),
+        (32,),
+        "12 loads of fragments, 35 for copies, 4 WARPSYNC before row tiles on sm_90.",
+        "33 on other architectures. Shared memory takes longer than issue slots.",
+    ),
+    Reason(
+        ("differentiate_regulation<",),
+        (72,),
+        f"{_SPLIT}, 220 for 20 pairs; 48 additions of slices; 40 loads of operands; 66 for copies; 35 to find the "
+        "next term.",
+        "Bound by issue slots on an H200. Storing the gradients in parts would save 132, but each kept step would "
+        "take half as much memory again.",
+    ),
+    Reason(
+        ("prepare_regulation<float,", "prepare_scores<float,"),
+        (96,),
+        f"{_SPLIT}, 264; 64 additions of slices; 48 NOP between dependent HMMA on sm_90.",
+        "Below 91. The loop skips rows and columns that a set does not have. Less than 1 % of a workload.",
+    ),
+    Reason(
+        ("prepare_regulation<BFloat16,", "prepare_scores<BFloat16,", "prepare_scores<Half,"),
+        (16, 32),
+        "12 loads of fragments, 21 for copies; the rest skips rows and columns that a set does not have. "
+        "`prepare_regulation` also converts 24 pairs of float32.",
+        "Less than 1 % of a workload.",
+    ),
+    Reason(
+        ("backpropagate_pairs<",),
+        (32, 36, 96, 144),
+        "Raw scores (32, or 96 of float32): decisions that skip rows and columns of sets, and splitting of float32. "
+        "Sums (36 and 144): additions of slices, loads of operands, splitting of float32.",
+        "Below 91 in every loop. The kernel waits for the L2 cache and the tensor cores "
+        "([Predictions](../performance/predictions.md)).",
+    ),
+)
+
+
+def reason_of(kernel: str, tensor: int) -> Reason | None:
+    """Return the reason that names a kernel's loop by its number of HMMA."""
+    return next((one for one in REASONS if tensor in one.tensor and kernel.startswith(one.kernels)), None)
+
+
+def is_above_goal(budget: tuple[int, int]) -> bool:
+    return budget[0] > GOAL[0] or budget[1] > GOAL[1]
+
+
+def section(loops: Mapping[tuple[str, int], tuple[int, int]]) -> str:
+    """Render the reasons for those loops, by kernel and number of HMMA, whose budgets are above the goal."""
+    lines = ["| HMMA | kernels | instructions | why they stay |", "| --- | --- | --- | --- |"]
+    for one in REASONS:
+        above = [key for key, budget in loops.items() if is_above_goal(budget) and reason_of(*key) is one]
+        if not above:
+            continue
+        kernels = sorted({f"`{kernel.split('<')[0]}`" for kernel, _ in above})
+        cells = [", ".join(map(str, one.tensor)), ", ".join(kernels), one.instructions, one.why]
+        lines.append(f"| {' | '.join(cells)} |")
+    return HEAD + "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+HEAD = f"""
+## Loops above the goal
+
+The goal is {GOAL[0]} other instructions per 16 HMMA, and {GOAL[1]} per copy. A loop is bound by issue slots if its
+instructions take longer than its HMMA. A scheduler issues one instruction per cycle; an HMMA takes it 8 cycles on an
+A100, 32 on an RTX 4090, and 6.7 on an H200, if `mma.sync` reaches 60 % of the peak there. So up to 112, 496 and 91
+other instructions per 16 HMMA leave the tensor cores busier. Counts per iteration are those of sm_90.
+
+"""
