@@ -55,12 +55,12 @@ class EncoderConfig:
         "linear",
         help="Image encoder: a linear layer on region features (linear); with a perceptron and batch normalisation on "
         "the features (residual) or on the projected features (projected_residual) added, or after it (mlp); a "
-        "small convolutional network over raw patches; or a vision model of transformers (backbone).",
+        "small convolutional network over raw patches; or a vision model (backbone).",
         choices=(*_IMAGE_ENCODERS, "backbone"),
     )
     image_backbone: Mapping[str, Any] = setting(
         factory=dict,
-        help="Vision model of transformers for image_encoder backbone: its config, and mean and std of the pixels. "
+        help="Vision model for image_encoder backbone: its config, and mean and std of the pixels. "
         "itm-fast train --image-backbone DIR sets it.",
     )
     image_class_token: bool = setting(False, help="Keep the class token of the vision model as the first region.")

@@ -35,7 +35,7 @@ class OSCARConfig:
     )
     image_backbone: Mapping[str, Any] = setting(
         factory=dict,
-        help="Vision model of transformers for image_encoder backbone: its config, and mean and std of the pixels. "
+        help="Vision model for image_encoder backbone: its config, and mean and std of the pixels. "
         "itm-fast train --image-backbone DIR sets it.",
     )
     image_class_token: bool = setting(False, help="Keep the class token of the vision model as the first region.")

@@ -129,7 +129,7 @@ class TrainConfig:
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local ViT, Swin, DINOv2 or CLIP folder.",
+        help="Local ViT, Swin, DINOv2, CLIP or timm folder.",
         free_on_resume=True,
     )
     image_class_token: bool = setting(
