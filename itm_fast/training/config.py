@@ -180,6 +180,9 @@ class TrainConfig:
         0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the text tower of --clip."
     )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
+    decay_biases: bool = setting(
+        True, group=OPTIMIZER, help="Apply weight decay to biases and normalisation layers, too."
+    )
     grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Maximum gradient norm; 0 turns clipping off.")
     lr_schedule: str = setting(
         "step",
