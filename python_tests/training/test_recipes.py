@@ -230,7 +230,8 @@ PUBLISHED |= {
 OSCAR = {
     **CONSTANT, "lr_schedule": "linear", "epochs": 20, "batch_size": 256, "optimizer": "adamw", "lr": 2e-5,
     "bert_lr_factor": 1.0, "weight_decay": 0.05, "decay_biases": False, "grad_clip": 1.0, "margin": None,
-    "loss": "matching_bce", "mining": "all", "halve_loss": True, "mean_loss": True, "exclude_same_image": True, "validation_images": None,
+    "loss": "matching_bce", "mining": "all", "halve_loss": True, "mean_loss": True, "exclude_same_image": True,
+    "validation_images": None,
 }  # fmt: skip
 OF_OSCAR = {**BERT, "bert_dropout": 0.1, "image_encoder": "linear", "tags": True}
 PUBLISHED["oscar-coco"] = ("oscar", OSCAR, OF_OSCAR)
