@@ -153,7 +153,7 @@ def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Param
     groups: list[dict[str, Any]] = [
         {"params": [one for name, one in named.items() if not name.startswith((BERT, BACKBONE, TEXT_TOWER))]}
     ]
-    factors = {BERT: config.bert_lr_factor, BACKBONE: config.image_lr_factor, TEXT_TOWER: config.text_lr_factor}
+    factors = {BERT: config.text_lr_factor, BACKBONE: config.image_lr_factor, TEXT_TOWER: config.text_lr_factor}
     for prefix, factor in factors.items():
         own = [one for name, one in named.items() if name.startswith(prefix)]
         groups += [{"params": own, "lr": config.lr * factor}] if own else []

@@ -170,14 +170,15 @@ class TrainConfig:
     lr: float = setting(2e-4, group=OPTIMIZER, above=0, help="Learning rate.")
     beta1: float = setting(0.9, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's first moment.")
     beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's second moment.")
-    bert_lr_factor: float = setting(
-        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the BERT weights."
-    )
     image_lr_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the vision model."
     )
     text_lr_factor: float = setting(
-        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the text tower of --clip."
+        0.1,
+        group=OPTIMIZER,
+        above=0,
+        help="Factor on the learning rate of BERT, or of the text tower of --clip.",
+        former="bert_lr_factor",
     )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
     decay_biases: bool = setting(
