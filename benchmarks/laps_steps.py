@@ -50,6 +50,7 @@ def run(
     threads: int,
     micro_batches: tuple[int, int] = (2, 8),
     sizes: Sizes | None = None,
+    most_bytes: float = math.inf,
     before: Mapping[str, Any] | None = None,
     save: Callable[[dict[str, Any]], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
@@ -59,7 +60,8 @@ def run(
     Args:
         small_batch: pairs of the steps that all variants take.
         batches: larger numbers of pairs.
-        measured: those in which the last variant takes a step.
+        measured: those in which variants take a step: the last one, and those whose counted memory is below
+            `most_bytes`.
         micro_batches: pairs that are encoded at a time, in the small batch and in the others.
         before: results of an interrupted call. What they contain is not measured again.
         save: called with the results after each part.
@@ -90,10 +92,13 @@ def run(
     results["large"] = list(large.values())
     _add_memory(model, sizes, results, threads, progress, save)
     for batch in measured:
-        if "seconds" not in large[batch]["variants"][BOTH]:
-            progress(f"batches of {batch}: {BOTH}")
-            large[batch]["variants"][BOTH] |= _measured_step(model, make_inputs(sizes, batch), micro_batches[1])
-            save(results)
+        # What needs most memory comes last.
+        for name, (form, parts) in reversed(VARIANTS.items()):
+            found = large[batch]["variants"][name]
+            if "seconds" not in found and (name == BOTH or found["counted_bytes"] < most_bytes):
+                progress(f"batches of {batch}: {name}")
+                found |= _measured_step(model, make_inputs(sizes, batch), form, micro_batches[1] if parts else None)
+                save(results)
     results["loads"].append(os.getloadavg()[0])
     return results
 
@@ -178,12 +183,12 @@ def _counts(model: Any, sizes: Sizes, batch: int, micro: int, threads: int) -> d
     return found
 
 
-def _measured_step(model: Any, inputs: tuple[Tensor, Tensor, Tensor], micro: int) -> dict[str, Any]:
-    """Measure memory and time of one step of the last variant."""
+def _measured_step(model: Any, inputs: tuple[Tensor, Tensor, Tensor], form: str, micro: int | None) -> dict[str, Any]:
+    """Measure memory and time of one step of a variant."""
     kept_bytes()  # Returns free memory, so that it does not hide the use of more.
     reset_peak()
     before, start = status_bytes("VmRSS"), time.monotonic()
-    seconds = processor_time(lambda: step_of(model, inputs, VARIANTS[BOTH][0], micro))
+    seconds = processor_time(lambda: step_of(model, inputs, form, micro))
     found = {"peak_bytes": status_bytes("VmHWM") - before, "seconds": seconds, "wall_s": time.monotonic() - start}
     model.zero_grad(set_to_none=True)
     return found
@@ -210,19 +215,31 @@ def markdown(results: Mapping[str, Any]) -> str:
                 f"{found['gradient_difference']:.1e}",
             ]
         )
-    larger = [["batch", "variant", "memory", "how", "of the loop", "step, CPU seconds", "wall time"]]
+    larger = [
+        [
+            "batch",
+            "variant",
+            "memory, counted",
+            "of the loop",
+            "how",
+            "memory, measured",
+            "step, CPU seconds",
+            "wall time",
+        ]
+    ]
     for case in results["large"]:
         base = case["variants"][LOOP]["counted_bytes"]
         for name, found in case["variants"].items():
             measured = "peak_bytes" in found
-            size = found["peak_bytes"] if measured else found["counted_bytes"]
+            size = found["counted_bytes"]
             larger.append(
                 [
                     str(case["batch"]),
                     name,
-                    f"{size / 1e6:,.0f} MB",
-                    f"measured; {found['how']}: {_counted(found)}" if measured else found["how"],
+                    _counted(found),
                     f"{size / base:.2f}",
+                    found["how"],
+                    megabytes(found) if measured else "not run",
                     f"{found['seconds']:.0f} s, one step" if measured else "not run",
                     f"{found['wall_s']:.0f} s" if measured else "",
                 ]

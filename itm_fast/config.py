@@ -89,7 +89,7 @@ def with_present_names(
         quiet: issue no `FutureWarning` for former names (for files that the package wrote).
 
     Raises:
-        ValueError: `values` contains both names of a field.
+        ValueError: `values` contains both names of a field with different values.
     """
 
     def replaced(old: str, new: str) -> str:
@@ -104,7 +104,7 @@ def with_present_names(
     for name, field in fields_of(cls).items():
         former = field.metadata["former"]
         if former in result:
-            if name in result:
+            if name in result and result[name] != result[former]:
                 raise ValueError(f"{shown_as(former)}: the former name of {shown_as(name)}; give the new name alone")
             replaced(shown_as(former), shown_as(name))
             result[name] = result.pop(former)

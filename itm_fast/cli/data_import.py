@@ -44,9 +44,9 @@ def import_command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Local folder of a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP, written by transformers: its patch tokens "
-            "become the regions. Or of a Faster R-CNN of torchvision: the regions that it detects, with their boxes. "
-            "Default: store the pictures, without features.",
+            help="Local folder of a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP, written by transformers, or of a model of "
+            "timm: its patch tokens become the regions. Or of a Faster R-CNN of torchvision: the regions that it "
+            "detects, with their boxes. Default: store the pictures, without features.",
         ),
     ] = None,
     layer: Annotated[

@@ -1,6 +1,7 @@
 """Bring pictures to the size that a vision model takes, as its `preprocessor_config.json` says.
 
-Inside: `Preprocessing`, `read_preprocessing`; for pictures with boxes: `KeptProportions`, `Shrinking`.
+Inside: `Preprocessing`, `read_preprocessing`, `timm_preprocessing`; for pictures with boxes: `KeptProportions`,
+`Shrinking`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itm_fast.data.picture_files import open_picture
 from itm_fast.files import documents
 from itm_fast.files.messages import shown
 
-__all__ = ["KeptProportions", "Preprocessing", "Shrinking", "read_preprocessing"]
+__all__ = ["KeptProportions", "Preprocessing", "Shrinking", "read_preprocessing", "timm_preprocessing"]
 
 FILE = "preprocessor_config.json"
 _MOST_PIXELS_PER_SIDE = 4096
@@ -36,6 +37,7 @@ class Preprocessing:
         scale: factor of the values 0 to 255.
         mean, std: of the three colours, after scaling.
         stretched: scale height and width to `shortest_edge`, whatever the proportions, before the centre is cropped.
+        rounded: round the position of the crop to the nearest even pixel, as torchvision does, instead of down.
     """
 
     side: int
@@ -45,6 +47,7 @@ class Preprocessing:
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     stretched: bool = False
+    rounded: bool = False
 
     def picture(self, path: Path) -> np.ndarray:
         """Decode a picture; return (side, side, 3) uint8. Raises ValueError as `open_picture`."""
@@ -60,7 +63,8 @@ class Preprocessing:
             short = min(width, height)
             size = self.shortest_edge * width // short, self.shortest_edge * height // short
         pixels = np.asarray(image.resize(size, self.resample))
-        top, left = ((length - self.side) // 2 for length in pixels.shape[:2])
+        halves = [(length - self.side) / 2 for length in pixels.shape[:2]]
+        top, left = (round(half) if self.rounded else int(half) for half in halves)
         return pixels[top : top + self.side, left : left + self.side].copy()
 
     def normalized(self, pixels: Tensor) -> Tensor:
@@ -124,6 +128,44 @@ def read_preprocessing(folder: Path) -> Preprocessing:
         return _of_content(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def timm_preprocessing(path: Path, content: dict[str, Any]) -> Preprocessing:
+    """Return the preprocessing of the evaluation in timm, from the settings of a model of timm in the file `path`.
+
+    Raises:
+        ValueError: the settings are damaged or ask for something else; the message names the file and the setting.
+    """
+    settings = content.get("pretrained_cfg", content)  # The first versions had them at the top.
+    try:
+        if not isinstance(settings, dict):
+            raise ValueError(f"pretrained_cfg: expected a JSON object, got {shown(settings)}")
+        return _of_timm({name: value for name, value in settings.items() if value is not None})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _of_timm(settings: dict[str, Any]) -> Preprocessing:
+    size = settings.get("input_size", [3, 224, 224])
+    if not isinstance(size, list) or len(size) != 3 or size[0] != 3 or size[1] != size[2]:
+        raise ValueError(f"input_size: expected three colours and equal height and width, got {shown(size)}")
+    side = _side(size[1], "input_size")
+    share, mode = settings.get("crop_pct", 0.875), settings.get("crop_mode", "center")
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(f"crop_pct: expected a number above 0 and up to 1, got {shown(share)}")
+    if mode not in ("center", "squash"):
+        raise ValueError(f"crop_mode: expected center or squash, got {shown(mode)}")
+    filters = {one.name.lower(): int(one) for one in Image.Resampling}
+    resample = filters.get(str(settings.get("interpolation", "bicubic")))
+    if resample is None:
+        expected = ", ".join(sorted(filters))
+        raise ValueError(f"interpolation: expected one of {expected}, got {shown(settings['interpolation'])}")
+    # Those of ImageNet, where nothing is said.
+    mean = _colours(settings.get("mean", [0.485, 0.456, 0.406]), "mean")
+    std = _colours(settings.get("std", [0.229, 0.224, 0.225]), "std")
+    if min(std) <= 0:
+        raise ValueError(f"std: expected positive numbers, got {shown(settings['std'])}")
+    return Preprocessing(side, int(side / share), resample, 1 / 255, mean, std, mode == "squash", rounded=True)
 
 
 def _of_content(content: dict[str, Any]) -> Preprocessing:

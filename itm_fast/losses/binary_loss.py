@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.losses.registry import register
-from itm_fast.losses.score_loss import ScoreLoss
+from itm_fast.losses.score_loss import ScoreLoss, matching
 from itm_fast.ops.triplet_loss import check_scores, upcast
 from itm_fast.reference import validation
 
@@ -69,7 +69,7 @@ class BCELoss(ScoreLoss):
         clamped = upcast(scores).clamp(self.clamp, 1 - self.clamp)
         of_positives = -clamped.diagonal().log()
         negatives = -torch.log1p(-clamped)
-        left_out = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+        left_out = matching(scores)
         if positives is not None:
             left_out = left_out | positives
         # The cross-entropy of a negative rises with its score, so that the hardest one has the greatest.

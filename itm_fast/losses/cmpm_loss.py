@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.losses.registry import register
-from itm_fast.losses.score_loss import ScoreLoss
+from itm_fast.losses.score_loss import ScoreLoss, matching
 from itm_fast.ops.triplet_loss import check_beside, check_scores, upcast
 from itm_fast.reference import validation
 
@@ -65,7 +65,7 @@ class CMPMLoss(ScoreLoss):
         if column_scores is not None:
             check_beside("column_scores", column_scores, scores)
             columns = column_scores
-        matches = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+        matches = matching(scores)
         if positives is not None:
             matches = matches | positives
         return self._reduced_from(

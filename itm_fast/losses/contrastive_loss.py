@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast.losses.registry import register
-from itm_fast.losses.score_loss import ScoreLoss
+from itm_fast.losses.score_loss import ScoreLoss, matching, reduced
 from itm_fast.ops.triplet_loss import REDUCTIONS, check_scores, upcast
 from itm_fast.reference import validation
 
@@ -70,7 +70,7 @@ class InfoNCELoss(ScoreLoss):
             self.log_scale.clamp_(max=math.log(LARGEST_SCALE))
         logits = self.log_scale.exp() * upcast(scores)
         if positives is not None:
-            logits = logits.masked_fill(positives & ~_diagonal(scores), -torch.inf)
+            logits = logits.masked_fill(positives & ~matching(scores), -torch.inf)
         loss = self._reduced(lambda rows: -torch.log_softmax(rows, dim=1).diagonal(), logits)
         return loss / 2 if self.halve and self.directions == "both" else loss
 
@@ -117,22 +117,15 @@ class SigLIPLoss(nn.Module):
             ValueError: a shape or device does not fit.
         """
         check_scores(scores, positives, square=True)
-        diagonal = _diagonal(scores)
+        diagonal = matching(scores)
         logits = self.log_scale.exp() * upcast(scores) + self.bias
         pairs = -nn.functional.logsigmoid(torch.where(diagonal, logits, -logits))
         if positives is not None:
             pairs = pairs.masked_fill(positives & ~diagonal, 0.0)
-        each = pairs.sum(dim=1)
-        if self.reduction == "none":
-            return each
-        return each.sum() / max(len(each), 1) if self.reduction == "mean" else each.sum()
+        return reduced(pairs.sum(dim=1), self.reduction)
 
     def extra_repr(self) -> str:
         return f"initial_scale={self.initial_scale!r}, initial_bias={self.initial_bias!r}, reduction={self.reduction!r}"
-
-
-def _diagonal(scores: Tensor) -> Tensor:
-    return torch.eye(len(scores), dtype=torch.bool, device=scores.device)
 
 
 def _scale(value: float, largest: float | None = None) -> float:

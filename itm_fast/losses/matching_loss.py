@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast.losses.registry import register
+from itm_fast.losses.score_loss import matching, reduced
 from itm_fast.ops.triplet_loss import REDUCTIONS, check_scores, upcast
 from itm_fast.reference import validation
 
@@ -60,7 +61,7 @@ class MatchingBCELoss(nn.Module):
         check_scores(scores, positives, square=True)
         logits = upcast(scores)
         n = len(logits)
-        negatives = ~torch.eye(n, dtype=torch.bool, device=scores.device)
+        negatives = ~matching(logits)
         if positives is not None:
             negatives &= ~positives
         draw = torch.Generator().manual_seed(int(self.calls))
@@ -73,11 +74,7 @@ class MatchingBCELoss(nn.Module):
         each = softplus(-logits.diagonal())
         # Only a pair without a negative is its own.
         each = each + softplus(logits[rows, columns]).masked_fill(rows == columns, 0.0)
-        if self.halve:
-            each = each / 2
-        if self.reduction == "none":
-            return each
-        return each.sum() / max(n, 1) if self.reduction == "mean" else each.sum()
+        return reduced(each / 2 if self.halve else each, self.reduction)
 
     def _drawn(self, n: int, draw: torch.Generator, negatives: Tensor) -> Tensor:
         """Return one of the negatives of each row, (B,); the row itself where it has none."""

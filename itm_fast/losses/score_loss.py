@@ -1,6 +1,6 @@
 """What the losses in plain PyTorch share: settings, checks, and the way from a matrix of scores to a number.
 
-Inside: `ScoreLoss`, `DistillationLoss`, `log_softmax`, `divergence`.
+Inside: `ScoreLoss`, `DistillationLoss`, `matching`, `reduced`, `log_softmax`, `divergence`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from itm_fast.ops.triplet_loss import DIRECTIONS, REDUCTIONS, check_beside, check_scores, upcast
 from itm_fast.reference import validation
 
-__all__ = ["DistillationLoss", "ScoreLoss", "divergence", "log_softmax"]
+__all__ = ["DistillationLoss", "ScoreLoss", "divergence", "log_softmax", "matching", "reduced"]
+
+
+def matching(scores: Tensor) -> Tensor:
+    """Return the mask (B, B) of the matching pairs, the diagonal of `scores` (B, B)."""
+    return torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+
+
+def reduced(each: Tensor, reduction: str) -> Tensor:
+    """Reduce losses (B,) or (directions, B) of anchors: "mean" divides their sum by B, "none" keeps them."""
+    if reduction == "none":
+        return each
+    return each.sum() / max(each.shape[-1], 1) if reduction == "mean" else each.sum()
 
 
 class ScoreLoss(nn.Module):
@@ -32,10 +44,7 @@ class ScoreLoss(nn.Module):
     def _reduced_from(self, rows: Callable[[], Tensor], columns: Callable[[], Tensor]) -> Tensor:
         """The loss from the losses (B,) of the anchors of either direction, computed where they are asked for."""
         sides = [side() for side, other in ((rows, "columns"), (columns, "rows")) if self.directions != other]
-        each = torch.stack(sides)  # (directions, B)
-        if self.reduction == "none":
-            return each if self.directions == "both" else each[0]
-        return each.sum() / max(each.shape[1], 1) if self.reduction == "mean" else each.sum()
+        return reduced(torch.stack(sides) if self.directions == "both" else sides[0], self.reduction)
 
     def extra_repr(self) -> str:
         settings = {
@@ -71,7 +80,7 @@ class DistillationLoss(ScoreLoss):
         check_beside("anchor_scores", anchor_scores, scores)
         target, anchor = upcast(scores), upcast(anchor_scores).detach()
         candidates = torch.ones_like(target, dtype=torch.bool) if positives is None else ~positives
-        candidates = candidates | torch.eye(len(target), dtype=torch.bool, device=target.device)
+        candidates = candidates | matching(target)
         return self._distil(target, anchor, candidates)
 
     def _distil(self, target: Tensor, anchor: Tensor, candidates: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The encoders that the models share, and their settings.
 
 Inside: `EncoderConfig`, `make_image_encoder`, `make_text_encoder`; `BertEncoderConfig`, `make_bert_encoder`,
-`make_caption_encoder`.
+`make_caption_encoder`; `ImageEncoderConfig`, `BertConfig`, `image_encoder_of_width`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from itm_fast.nn import (
 )
 
 __all__ = [
+    "BertConfig",
     "BertEncoderConfig",
     "EncoderConfig",
+    "ImageEncoderConfig",
+    "image_encoder_of_width",
     "make_bert_encoder",
     "make_caption_encoder",
     "make_image_encoder",
@@ -42,39 +45,30 @@ _IMAGE_ENCODERS: dict[str, Callable[..., nn.Module]] = {
 
 
 @attrs.frozen(kw_only=True)
-class EncoderConfig:
-    """Settings of the encoders; the defaults are those of the first models of the field, VSE++ and SCAN."""
+class ImageEncoderConfig:
+    """Settings of the image encoder, except the width of its embeddings."""
 
-    vocab_size: int = setting(help="Number of words in the vocabulary.", minimum=1)
     feature_dim: int = setting(2048, help="Width of the region features.", minimum=1)
-    embed_dim: int = setting(1024, help="Width of the joint space.", minimum=1)
-    word_dim: int = setting(300, help="Width of the word vectors.", minimum=1)
-    num_layers: int = setting(1, help="Layers of the GRU.", minimum=1, maximum=64)
-    word_dropout: float = setting(0.0, help="Dropout on the word vectors during training.", minimum=0, below=1)
     image_encoder: str = setting(
         "linear",
         help="Image encoder: a linear layer on region features (linear); with a perceptron and batch normalisation on "
         "the features (residual) or on the projected features (projected_residual) added, or after it (mlp); a "
-        "small convolutional network over raw patches; or a vision model of transformers (backbone).",
+        "small convolutional network over raw patches; or a vision model (backbone).",
         choices=(*_IMAGE_ENCODERS, "backbone"),
     )
     image_backbone: Mapping[str, Any] = setting(
         factory=dict,
-        help="Vision model of transformers for image_encoder backbone: its config, and mean and std of the pixels. "
+        help="Vision model for image_encoder backbone: its config, and mean and std of the pixels. "
         "itm-fast train --image-backbone DIR sets it.",
     )
     image_class_token: bool = setting(False, help="Keep the class token of the vision model as the first region.")
-    no_imgnorm: bool = setting(False, help="Do not l2-normalise the image embeddings.")
-    no_txtnorm: bool = setting(False, help="Do not l2-normalise the text embeddings.")
 
 
-@attrs.frozen(kw_only=True)
-class BertEncoderConfig(EncoderConfig):
-    """Settings of models with a GRU or BERT as text encoder; `itm-fast train --bert DIR` sets those of BERT."""
+# With slots, it could not be the second base of a class.
+@attrs.frozen(kw_only=True, slots=False)
+class BertConfig:
+    """Sizes of BERT; the defaults are those of BERT base."""
 
-    text_encoder: str = setting(
-        "gru", help="Text encoder: a GRU over word vectors (gru), or BERT (bert).", choices=("gru", "bert")
-    )
     bert_dim: int = setting(768, help="Width of BERT's hidden states.", minimum=1)
     bert_layers: int = setting(12, help="Layers of BERT.", minimum=1, maximum=256)
     bert_heads: int = setting(12, help="Attention heads of BERT.", minimum=1)
@@ -83,12 +77,39 @@ class BertEncoderConfig(EncoderConfig):
     bert_dropout: float = setting(0.1, help="Dropout in BERT during training.", minimum=0, below=1)
 
 
+@attrs.frozen(kw_only=True)
+class EncoderConfig(ImageEncoderConfig):
+    """Settings of the encoders; the defaults are those of the first models of the field, VSE++ and SCAN."""
+
+    vocab_size: int = setting(help="Number of words in the vocabulary.", minimum=1)
+    embed_dim: int = setting(1024, help="Width of the joint space.", minimum=1)
+    word_dim: int = setting(300, help="Width of the word vectors.", minimum=1)
+    num_layers: int = setting(1, help="Layers of the GRU.", minimum=1, maximum=64)
+    word_dropout: float = setting(0.0, help="Dropout on the word vectors during training.", minimum=0, below=1)
+    no_imgnorm: bool = setting(False, help="Do not l2-normalise the image embeddings.")
+    no_txtnorm: bool = setting(False, help="Do not l2-normalise the text embeddings.")
+
+
+@attrs.frozen(kw_only=True)
+class BertEncoderConfig(EncoderConfig, BertConfig):
+    """Settings of models with a GRU or BERT as text encoder; `itm-fast train --bert DIR` sets those of BERT."""
+
+    text_encoder: str = setting(
+        "gru", help="Text encoder: a GRU over word vectors (gru), or BERT (bert).", choices=("gru", "bert")
+    )
+
+
 def make_image_encoder(config: EncoderConfig, *, no_imgnorm: bool) -> nn.Module:
     """Create the image encoder named by `config.image_encoder`: region features to Fragments of embeddings."""
+    return image_encoder_of_width(config, config.embed_dim, no_imgnorm=no_imgnorm)
+
+
+def image_encoder_of_width(config: ImageEncoderConfig, embed_dim: int, *, no_imgnorm: bool) -> nn.Module:
+    """Create the image encoder with embeddings of width `embed_dim`; see `make_image_encoder`."""
     if config.image_encoder == "backbone":
         return BackboneEncoder(
             config.feature_dim,
-            config.embed_dim,
+            embed_dim,
             config.image_backbone,
             class_token=config.image_class_token,
             no_imgnorm=no_imgnorm,
@@ -96,7 +117,7 @@ def make_image_encoder(config: EncoderConfig, *, no_imgnorm: bool) -> nn.Module:
     if config.image_backbone or config.image_class_token:
         name = "image_backbone" if config.image_backbone else "image_class_token"
         raise ValueError(f"{name}: expected only with image_encoder backbone, got {config.image_encoder}")
-    return _IMAGE_ENCODERS[config.image_encoder](config.feature_dim, config.embed_dim, no_imgnorm=no_imgnorm)
+    return _IMAGE_ENCODERS[config.image_encoder](config.feature_dim, embed_dim, no_imgnorm=no_imgnorm)
 
 
 def make_text_encoder(config: EncoderConfig, *, bidirectional: bool = True, no_txtnorm: bool) -> TextEncoder:

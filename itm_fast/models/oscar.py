@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import attrs
 from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
-from itm_fast.config import setting
+from itm_fast.config import other_default, setting
 from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
-from itm_fast.models.encoders import EncoderConfig, make_image_encoder
+from itm_fast.models.encoders import BertConfig, ImageEncoderConfig, image_encoder_of_width
 from itm_fast.nn import ImageEncoder
 from itm_fast.nn.pair_transformer import INITIAL_DEVIATION, PairTransformer
 
@@ -21,32 +18,14 @@ __all__ = ["OSCAR", "OSCARConfig"]
 
 
 @attrs.frozen(kw_only=True)
-class OSCARConfig:
+class OSCARConfig(ImageEncoderConfig, BertConfig):
     """Settings of OSCAR; the defaults are the published ones of retrieval with BERT base."""
 
     vocab_size: int = setting(help="Number of pieces in the vocabulary.", minimum=1)
-    feature_dim: int = setting(2054, help="Width of the region features.", minimum=1)
-    image_encoder: str = setting(
-        "linear",
-        help="Image encoder: a linear layer (linear), with a perceptron and batch normalisation added (residual, "
-        "projected_residual) or after it (mlp); a small convolutional network over raw patches; or a vision model of "
-        "transformers (backbone).",
-        choices=("linear", "residual", "projected_residual", "mlp", "patches", "backbone"),
-    )
-    image_backbone: Mapping[str, Any] = setting(
-        factory=dict,
-        help="Vision model of transformers for image_encoder backbone: its config, and mean and std of the pixels. "
-        "itm-fast train --image-backbone DIR sets it.",
-    )
-    image_class_token: bool = setting(False, help="Keep the class token of the vision model as the first region.")
+    feature_dim: int = other_default(ImageEncoderConfig, "feature_dim", 2054)
     tags: bool = setting(False, help="Read the object tags of the images, {split}_tags.txt in the data.")
     image_norm: bool = setting(False, help="Apply layer normalisation to the embedded regions, as VinVL does.")
     text_encoder: str = setting("bert", help="BERT (bert) reads captions and regions.", choices=("bert",))
-    bert_dim: int = setting(768, help="Width of BERT's hidden states.", minimum=1)
-    bert_layers: int = setting(12, help="Layers of BERT.", minimum=1, maximum=256)
-    bert_heads: int = setting(12, help="Attention heads of BERT.", minimum=1)
-    bert_hidden_dim: int = setting(3072, help="Width of BERT's perceptrons.", minimum=1)
-    bert_max_length: int = setting(512, help="Maximum caption length in tokens for BERT.", minimum=2)
     bert_dropout: float = setting(
         0.1, help="Dropout in BERT during training. With 0 the backward pass is sparse.", minimum=0, below=1
     )
@@ -69,17 +48,7 @@ class OSCAR(MatchingModel):
     def __init__(self, config: OSCARConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_encoder = make_image_encoder(
-            EncoderConfig(
-                vocab_size=config.vocab_size,
-                feature_dim=config.feature_dim,
-                embed_dim=config.bert_dim,
-                image_encoder=config.image_encoder,
-                image_backbone=config.image_backbone,
-                image_class_token=config.image_class_token,
-            ),
-            no_imgnorm=True,
-        )
+        self.image_encoder = image_encoder_of_width(config, config.bert_dim, no_imgnorm=True)
         if isinstance(self.image_encoder, ImageEncoder):
             # BERT reads regions beside words, whose embeddings start with this deviation.
             nn.init.normal_(self.image_encoder.fc.weight, std=INITIAL_DEVIATION)

@@ -13,6 +13,7 @@ from typing import Any
 
 from itm_fast.files import documents, regular
 from itm_fast.files.messages import shortened, shown
+from itm_fast.nn.timm_backbone import TIMM
 from itm_fast.nn.vision_backbone import quiet
 
 __all__ = ["check_folder", "load_pretrained", "read_config", "weight_files"]
@@ -33,6 +34,8 @@ def check_folder(folder: Path, what: str, parts: str) -> None:
 def read_config(path: Path, kinds: Collection[str], what: str) -> tuple[dict[str, Any], str]:
     """Return the settings in `config.json`, and the model's type, one of `kinds`.
 
+    The settings of timm name an architecture instead of a type. Their type is "timm".
+
     Raises:
         ValueError: the file is missing or damaged, or the model is of another kind; the message names `what`.
     """
@@ -44,10 +47,9 @@ def read_config(path: Path, kinds: Collection[str], what: str) -> tuple[dict[str
         raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
     kind = content.get("model_type")
     if kind == "timm_wrapper" or (kind is None and "architecture" in content):
-        raise ValueError(
-            f"{path}: a model of timm, which is not supported; expected a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP of "
-            "transformers"
-        )
+        kind = TIMM
+        if kind not in kinds:
+            raise ValueError(f"{path}: a model of timm; expected the folder of {what} of transformers")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"{path}: model_type: expected {', '.join(kinds)}, got {shown(kind)}")
     for name in ("vision_config", "text_config"):

@@ -1,4 +1,4 @@
-"""Load a vision model from a local folder of transformers and turn pictures into regions.
+"""Load a vision model of transformers or timm from a local folder and turn pictures into regions.
 
 Inside: `PictureEncoder`, `load_picture_encoder`; `VisionFolder`, `read_vision_folder`. Nothing is
 downloaded, and nothing in the folder is executed.
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from itm_fast.data.digests import sha256_of_file
-from itm_fast.data.preprocessing import FILE, Preprocessing, read_preprocessing
+from itm_fast.data.preprocessing import FILE, Preprocessing, read_preprocessing, timm_preprocessing
 from itm_fast.files.messages import shortened, shown
 from itm_fast.models.base import load_weights, shapes_of
 from itm_fast.models.pretrained_folder import check_folder, load_pretrained, read_config, weight_files
-from itm_fast.nn.vision_backbone import KINDS, backbone_settings, class_of, special_tokens
+from itm_fast.models.timm_folder import read_timm
+from itm_fast.nn.timm_backbone import TIMM, TimmModel
+from itm_fast.nn.vision_backbone import KINDS, backbone_settings, class_of, layout_of
 
 __all__ = ["PictureEncoder", "VisionFolder", "load_picture_encoder", "read_vision_folder"]
 
@@ -36,11 +38,11 @@ class PictureEncoder:
     """A vision model whose patch tokens are regions.
 
     Args:
-        model: a model of transformers, in evaluation mode.
+        model: a model of transformers or timm, in evaluation mode.
         preprocessing: of the pictures.
         special_tokens: the tokens before those of the patches.
         layer: the hidden state to read, as `hidden_states` of transformers counts: 0 is the embeddings. -1: the output
-            of the model, which has the last layer norm if the model has one.
+            of the model, which has the last layer norm if the model has one. Models of timm have only that one.
         pool: "patches": each patch is a region. "class": the class token alone. "mean": the mean of the patches. "7x7":
             the patches averaged to a grid of seven rows and columns.
         digest: identifies the weights and the settings.
@@ -118,8 +120,8 @@ class VisionFolder:
 
     Attributes:
         folder: the folder.
-        kind: its `model_type`, one of `KINDS`.
-        model: the model of transformers in float32 and evaluation mode.
+        kind: its `model_type`, one of `KINDS`, or "timm".
+        model: the model in float32 and evaluation mode.
         preprocessing: of the pictures.
         files: the files of weights.
     """
@@ -134,7 +136,9 @@ class VisionFolder:
         """Return what `itm_fast.nn.BackboneEncoder` takes as settings: plain data."""
         scale = 255 * self.preprocessing.scale
         colours = {name: [one / scale for one in getattr(self.preprocessing, name)] for name in ("mean", "std")}
-        return {"config": backbone_settings(self.kind, self.model.config), **colours}
+        own = self.model
+        config = own.settings if isinstance(own, TimmModel) else backbone_settings(self.kind, own.config)
+        return {"config": config, **colours}
 
     def copy_weights(self, backbone: nn.Module) -> None:
         """Copy the weights into the `backbone` of a `BackboneEncoder` with these settings.
@@ -149,19 +153,24 @@ class VisionFolder:
 
 
 def read_vision_folder(folder: str | os.PathLike[str]) -> VisionFolder:
-    """Read a vision model that `save_pretrained` of transformers wrote, with its image processor.
+    """Read a vision model that `save_pretrained` of transformers wrote, with its image processor, or a model of timm.
 
     Args:
         folder: contains `config.json`, `preprocessor_config.json` and safetensors weights. The folder of a whole CLIP
-            or SigLIP serves, too; its text tower is ignored.
+            or SigLIP serves, too; its text tower is ignored. A model of timm has no `preprocessor_config.json`; its
+            `config.json` says how pictures are scaled.
 
     Raises:
         ValueError: a file is missing or damaged, the model is of another kind, weights are missing or do not fit, or
-            the package transformers is not installed. The message names the file.
+            the package transformers or timm is not installed. The message names the file.
     """
     folder = Path(folder)
     check_folder(folder, "a vision model", "image processor")
-    content, kind = read_config(folder / "config.json", KINDS, "a vision model")
+    path = folder / "config.json"
+    content, kind = read_config(path, (*KINDS, TIMM), "a vision model")
+    if kind == TIMM:
+        preprocessing, files = timm_preprocessing(path, content), weight_files(folder)
+        return VisionFolder(folder, kind, read_timm(path, content, preprocessing.side, files), preprocessing, files)
     preprocessing = read_preprocessing(folder)
     files = weight_files(folder)
     # The last layer norm is behind the states of a CLIP, but before those of a SigLIP.
@@ -177,7 +186,7 @@ def load_picture_encoder(
     pool: str = "patches",
     device: torch.device | str = "cpu",
 ) -> PictureEncoder:
-    """Load a vision model that `save_pretrained` of transformers wrote, with its image processor.
+    """Load a vision model to encode pictures.
 
     Args:
         folder: as in `read_vision_folder`.
@@ -195,7 +204,7 @@ def load_picture_encoder(
         return PictureEncoder(
             found.model,
             preprocessing,
-            special_tokens(found.kind, found.model.config),
+            layout_of(found.kind, found.model).special,
             layer=layer,
             pool=pool,
             digest=digest.hexdigest(),

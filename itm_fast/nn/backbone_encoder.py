@@ -1,4 +1,4 @@
-"""Pictures to region embeddings through a vision model of transformers."""
+"""Pictures to region embeddings through a vision model of transformers or timm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import CHANNELS, as_pictures, patch_side
-from itm_fast.nn.vision_backbone import KINDS, build_backbone, special_tokens, step_of, width_of
+from itm_fast.nn.vision_backbone import build_backbone, layout_of
 
 __all__ = ["BackboneEncoder"]
 
@@ -42,8 +42,8 @@ class BackboneEncoder(nn.Module):
         special: number of tokens before those of the patches.
 
     Raises:
-        ValueError: the settings are not those of a vision model, the model has no class token to keep, or the package
-            transformers is not installed.
+        ValueError: the settings are not those of a vision model, the model has no class token to keep, or its package
+            (transformers or timm) is not installed.
     """
 
     mean: Tensor
@@ -68,10 +68,10 @@ class BackboneEncoder(nn.Module):
             )
         backbone: Any = build_backbone(config)
         self.kind: str = config["model_type"]
-        self._step, self.special = step_of(config), special_tokens(self.kind, backbone.config)
-        if class_token and not KINDS[self.kind][1]:
+        self._step, self.special, has_class, self.width = layout_of(self.kind, backbone)
+        if class_token and not has_class:
             raise ValueError(f"image_class_token: a {self.kind} model has no class token to keep")
-        self.class_token, self.width = class_token, width_of(backbone)
+        self.class_token = class_token
         # First, because the gradient of an encoder's first weight is logged.
         self.fc: nn.Module = linear_layer(self.width, embed_dim)
         self.backbone = backbone

@@ -1,7 +1,7 @@
-"""Vision models of transformers, built from their settings alone.
+"""Vision models of transformers and timm, built from their settings alone.
 
-Inside: `KINDS`, `build_backbone`, `backbone_settings`, `class_of`, `special_tokens`, `step_of`, `width_of`; `built`,
-`check_layers`, `class_named` and `quiet`, for other models of transformers, too.
+Inside: `KINDS`, `build_backbone`, `backbone_settings`, `class_of`, `layout_of`; `built`, `check_layers`, `class_named`
+and `quiet`, for other models of transformers, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from itm_fast.files.messages import shortened, shown
+from itm_fast.nn.timm_backbone import TIMM, TimmModel, TokenLayout
 
 __all__ = [
     "KINDS",
@@ -22,10 +23,8 @@ __all__ = [
     "check_layers",
     "class_named",
     "class_of",
+    "layout_of",
     "quiet",
-    "special_tokens",
-    "step_of",
-    "width_of",
 ]
 
 # For each `model_type`: the class in transformers, and the tokens before those of the patches, registers excluded.
@@ -66,9 +65,16 @@ def class_named(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def special_tokens(kind: str, config: Any) -> int:
-    """Return the number of tokens before those of the patches, for a kind and a configuration of transformers."""
-    return KINDS[kind][1] + (config.num_register_tokens if kind == "dinov2_with_registers" else 0)
+def layout_of(kind: str, model: Any) -> TokenLayout:
+    """Return how a vision model of a kind turns pictures into tokens."""
+    if isinstance(model, TimmModel):
+        return model.layout
+    config, first = model.config, KINDS[kind][1]
+    # A Swin merges four patches after each stage.
+    step = config.patch_size * 2 ** (len(config.depths) - 1 if hasattr(config, "depths") else 0)
+    special = first + (config.num_register_tokens if kind == "dinov2_with_registers" else 0)
+    width = model.num_features if hasattr(model, "num_features") else config.hidden_size
+    return TokenLayout(step, special, first > 0, int(width))
 
 
 def backbone_settings(kind: str, config: Any) -> dict[str, Any]:
@@ -84,14 +90,16 @@ def build_backbone(settings: Mapping[str, Any]) -> nn.Module:
     """Build a vision model with random weights, without the parts that its patch tokens do not depend on.
 
     Args:
-        settings: as `backbone_settings` returns them.
+        settings: as `backbone_settings` returns them, or those of a `TimmModel`.
 
     Raises:
-        ValueError: the settings are not those of a model of `KINDS`, or transformers is not installed.
+        ValueError: the settings are not those of a model of `KINDS` or timm, or its package is not installed.
     """
     kind = settings.get("model_type")
+    if kind == TIMM:
+        return TimmModel(settings)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"image_backbone: model_type: expected one of {', '.join(KINDS)}, got {shown(kind)}")
+        raise ValueError(f"image_backbone: model_type: expected one of {', '.join((*KINDS, TIMM))}, got {shown(kind)}")
     _check_sizes(settings)
     more = {"vision_use_head": False} if kind.startswith("siglip") else {}
     options = {"add_pooling_layer": False} if kind in _POOLED else {}
@@ -151,17 +159,6 @@ def _check_sizes(settings: Mapping[str, Any]) -> None:
             )
     if settings.get("num_channels", 3) != 3:
         raise ValueError(f"image_backbone: num_channels: expected 3, got {shown(settings['num_channels'])}")
-
-
-def step_of(settings: Mapping[str, Any]) -> int:
-    """Return the pixels per side that one patch token stands for; a Swin merges four patches after each stage."""
-    size: int = settings["patch_size"]
-    return size * 2 ** (len(settings["depths"]) - 1) if "depths" in settings else size
-
-
-def width_of(model: Any) -> int:
-    """Return the width of the tokens of a vision model."""
-    return int(model.num_features if hasattr(model, "num_features") else model.config.hidden_size)
 
 
 @contextlib.contextmanager

@@ -65,8 +65,9 @@ _MAX_NAME = 120
 def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) -> None:
     """Plot the logs of several runs over each other: loss, recall, learning rate, gradient norm, negative mining.
 
-    A panel is left out if no run has its numbers. The loss is that of the last kind of negatives: sums over other
-    negatives, as in a warm-up, are not comparable. Shares are the mean of both directions.
+    A panel is left out if no run has its numbers, or if all are 0, such as the shares of hardest negatives of a loss
+    over all negatives. The loss is that of the last kind of negatives: sums over other negatives, as in a warm-up, are
+    not comparable. Shares are the mean of both directions.
 
     Args:
         path: figure to write, atomically; the suffix, one of `SUFFIXES`, selects the format.
@@ -78,7 +79,7 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
     _check_suffix(path)
     if not runs:
         raise ValueError("runs: expected at least one, got none")
-    panels = [panel for panel in _PANELS if any(_points(metrics, panel[2], panel[3])[0] for metrics in runs.values())]
+    panels = [panel for panel in _PANELS if any(any(_points(log, panel[2], panel[3])[1]) for log in runs.values())]
     for name, metrics in runs.items():
         if not any(_points(metrics, panel[2], panel[3])[0] for panel in panels):
             raise ValueError(f"{name}: the log has none of the numbers that the figure shows")

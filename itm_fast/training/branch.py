@@ -153,10 +153,12 @@ def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Param
     groups: list[dict[str, Any]] = [
         {"params": [one for name, one in named.items() if not name.startswith((BERT, BACKBONE, TEXT_TOWER))]}
     ]
-    factors = {BERT: config.bert_lr_factor, BACKBONE: config.image_lr_factor, TEXT_TOWER: config.text_lr_factor}
+    factors = {BERT: config.text_lr_factor, BACKBONE: config.image_lr_factor, TEXT_TOWER: config.text_lr_factor}
     for prefix, factor in factors.items():
         own = [one for name, one in named.items() if name.startswith(prefix)]
         groups += [{"params": own, "lr": config.lr * factor}] if own else []
+    if not config.decay_biases:
+        groups = [part for group in groups for part in _without_decay_of_vectors(group)]
     if of_loss:
         groups.append({"params": of_loss, "weight_decay": 0.0})
     return kind(
@@ -166,3 +168,11 @@ def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Param
         weight_decay=config.weight_decay,
         fused=config.device.split(":")[0] in ("cpu", "cuda"),
     )
+
+
+def _without_decay_of_vectors(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Divide a group of parameters: biases and the weights of normalisation layers, which are vectors, do not decay."""
+    vectors = [one for one in group["params"] if one.ndim <= 1]
+    others = [one for one in group["params"] if one.ndim > 1]
+    parts = [{**group, "params": others}, {**group, "params": vectors, "weight_decay": 0.0}]
+    return [part for part in parts if part["params"]]

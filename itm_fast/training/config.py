@@ -139,7 +139,7 @@ class TrainConfig:
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local ViT, Swin, DINOv2 or CLIP folder.",
+        help="Local ViT, Swin, DINOv2, CLIP or timm folder.",
         free_on_resume=True,
     )
     image_class_token: bool = setting(
@@ -180,16 +180,20 @@ class TrainConfig:
     lr: float = setting(2e-4, group=OPTIMIZER, above=0, help="Learning rate.")
     beta1: float = setting(0.9, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's first moment.")
     beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's second moment.")
-    bert_lr_factor: float = setting(
-        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the BERT weights."
-    )
     image_lr_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the vision model."
     )
     text_lr_factor: float = setting(
-        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the text tower of --clip."
+        0.1,
+        group=OPTIMIZER,
+        above=0,
+        help="Factor on the learning rate of BERT, or of the text tower of --clip.",
+        former="bert_lr_factor",
     )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
+    decay_biases: bool = setting(
+        True, group=OPTIMIZER, help="Apply weight decay to biases and normalisation layers, too."
+    )
     grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Maximum gradient norm; 0 turns clipping off.")
     lr_schedule: str = setting(
         "step",

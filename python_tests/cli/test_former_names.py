@@ -71,15 +71,20 @@ def test_an_option_under_both_names_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 def test_old_names_in_a_file_work_with_a_note(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
-    old = {"scenario": "mss", "momentum": 0.9, "mining": "contrastive", "conversion": "ffn"}
+    old = {"scenario": "mss", "momentum": 0.9, "mining": "contrastive", "conversion": "ffn", "bert_lr_factor": 0.5}
     file.write_text(yaml.safe_dump(old))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         values = read_yaml(file)
-    assert values == {"scenario": "mss", "ema_decay": 0.9, "mining": "sct", "conversion_layer": "ffn"}
-    renamed = [("momentum", "ema_decay"), ("mining contrastive", "mining sct"), ("conversion", "conversion_layer")]
+    new = {"ema_decay": 0.9, "mining": "sct", "conversion_layer": "ffn", "text_lr_factor": 0.5}
+    assert values == {"scenario": "mss", **new}
+    renamed = [("momentum", "ema_decay"), ("mining contrastive", "mining sct"), ("conversion", "conversion_layer"),
+               ("bert_lr_factor", "text_lr_factor")]  # fmt: skip
     assert notes(caught) == sorted(note(*names) for names in renamed)
     file.write_text(yaml.safe_dump({"momentum": 0.9, "ema_decay": 0.9}))
+    with pytest.warns(FutureWarning, match="momentum is now ema_decay"):
+        assert read_yaml(file) == {"ema_decay": 0.9}
+    file.write_text(yaml.safe_dump({"momentum": 0.9, "ema_decay": 0.8}))
     with pytest.raises(ValueError, match=r"old\.yaml: momentum: the former name of ema_decay; give the new name alone"):
         read_yaml(file)
 

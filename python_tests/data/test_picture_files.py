@@ -118,6 +118,13 @@ def test_a_bad_file_is_one_line(tmp_path: Path, message: str) -> None:
         open_picture(tmp_path / "a.png")
 
 
+@pytest.mark.parametrize(("width", "height"), [(0, 4), (4, 0), (0, 0)])
+def test_a_picture_without_pixels_is_one_line(tmp_path: Path, width: int, height: int) -> None:
+    (tmp_path / "a.png").write_bytes(png_claiming(width, height))
+    with pytest.raises(ValueError, match=r"a\.png: not a picture in a format that Pillow reads$"):
+        open_picture(tmp_path / "a.png")
+
+
 def test_eps_is_not_read(tmp_path: Path) -> None:
     """Pillow would run Ghostscript."""
     Image.fromarray(quadrants()).save(tmp_path / "a.eps")

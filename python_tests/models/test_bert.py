@@ -255,7 +255,7 @@ def test_settings_that_do_not_fit() -> None:
 def test_a_training_with_bert(data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Train from a BERT folder. The saved run does not need the folder, and --resume gives the same as one run."""
     settings = config(
-        data, tmp_path / "whole", model="vse_infty", bert=str(folder), text_augmentation=0.2, bert_lr_factor=0.5
+        data, tmp_path / "whole", model="vse_infty", bert=str(folder), text_augmentation=0.2, text_lr_factor=0.5
     )
     trainer = make_trainer(settings)
     start = trainer.model.state_dict()

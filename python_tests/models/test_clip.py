@@ -304,6 +304,10 @@ def test_folders_of_other_models_are_one_line(folders: Path, tmp_path: Path) -> 
     write_encoder(tmp_path / "vit")
     shutil.copy(folders / "clip" / "tokenizer.json", tmp_path / "vit")
     assert refused(tmp_path / "vit") == f"{tmp_path}/vit/config.json: model_type: expected clip, siglip, got 'vit'"
+    (tmp_path / "vit" / "config.json").write_text('{"architecture": "vit_base_patch16_clip_224"}')
+    assert refused(tmp_path / "vit") == (
+        f"{tmp_path}/vit/config.json: a model of timm; expected the folder of a CLIP or SigLIP of transformers"
+    )
     assert refused(tmp_path / "none").startswith(
         f"{tmp_path}/none: no such folder; expected a local folder of a CLIP or SigLIP, as nothing is downloaded"
     )

@@ -207,7 +207,7 @@ def tagged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(data: Path, folder: Path, out: Path, **changes: Any) -> Any:
-    own = {"model": "oscar", "bert": str(folder), "model_options": {}, "bert_lr_factor": 1.0, "batch_size": 20}
+    own = {"model": "oscar", "bert": str(folder), "model_options": {}, "text_lr_factor": 1.0, "batch_size": 20}
     return config(data, out, **{**own, "epochs": 1, **changes})
 
 

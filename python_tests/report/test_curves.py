@@ -71,7 +71,9 @@ def test_each_panel_has_a_line_of_each_run_that_has_its_numbers(tmp_path: Path, 
 
 
 def test_panels_without_numbers_are_left_out(tmp_path: Path, drawn: list[Figure]) -> None:
-    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, hardest_gap=1.0)})
+    """Also the shares of a loss over all negatives, which are 0."""
+    shares = {"i2t_hardest_share": 0.0, "t2i_hardest_share": 0.0}
+    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, hardest_gap=1.0, **shares), "b": log(10, 20)})
     assert list(panels(drawn[0])) == ["Loss", "Validation", GAP]
 
 

@@ -30,20 +30,28 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_two_steps_of_adam_by_its_equations(data: Path, tmp_path: Path, optimizer: str) -> None:
-    """Unequal betas, and a decay that Adam adds to the gradient and AdamW takes from the weights (Algorithms 1, 2)."""
-    rate, beta1, beta2, decay = 0.01, 0.6, 0.95, 0.3
-    trainer = make_trainer(
-        config(data, tmp_path, optimizer=optimizer, lr=rate, beta1=beta1, beta2=beta2, weight_decay=decay)
-    )
+@pytest.mark.parametrize(("optimizer", "biases"), [("adam", True), ("adamw", True), ("adam", False), ("adamw", False)])
+def test_two_steps_of_adam_by_its_equations(data: Path, tmp_path: Path, optimizer: str, biases: bool) -> None:
+    """Unequal betas, and a decay that Adam adds to the gradient and AdamW takes from the weights (Algorithms 1, 2).
+
+    Without `decay_biases`, those of linear layers and all weights of batch normalisation do not decay.
+    """
+    rate, beta1, beta2, strength = 0.01, 0.6, 0.95, 0.3
+    options = {"lr": rate, "beta1": beta1, "beta2": beta2, "weight_decay": strength, "decay_biases": biases}
+    residual = {"model_options": {"image_encoder": "residual"}}
+    trainer = make_trainer(config(data, tmp_path, optimizer=optimizer, **options, **residual))
     generator = torch.Generator().manual_seed(5)
     parameters = list(trainer.model.parameters())
+    norms = {id(one) for part in trainer.model.modules() if isinstance(part, torch.nn.BatchNorm1d)
+             for one in part.parameters()}  # fmt: skip
+    assert norms
+    decays = [strength * (biases or ("bias" not in name and id(one) not in norms))
+              for name, one in trainer.model.named_parameters()]  # fmt: skip
     expected = [parameter.detach().double() for parameter in parameters]
     first = [torch.zeros_like(values) for values in expected]
     second = [torch.zeros_like(values) for values in expected]
     for step in (1, 2):
-        for index, parameter in enumerate(parameters):
+        for index, (parameter, decay) in enumerate(zip(parameters, decays, strict=True)):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
             gradient = parameter.grad.double()
             if optimizer == "adam":

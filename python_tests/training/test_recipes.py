@@ -46,7 +46,7 @@ SELHN = {
 }  # fmt: skip
 # The paper has no decay for its simpler models.
 CONSTANT = {"lr_schedule": "constant", "lr_decay_every": None, "lr_decay_unit": None, "lr_decay_factor": None}
-SLOW_BERT = {"weight_decay": 1e-4, "bert_lr_factor": 0.1}
+SLOW_BERT = {"weight_decay": 1e-4, "text_lr_factor": 0.1}
 VSRN = {
     "f30k": {**SIZES, "embed_dim": 2048, "graph_layers": 4, "image_encoder": "linear", "normalize_regions": False,
              "image_batch_norm": True},
@@ -281,8 +281,9 @@ PUBLISHED |= {
 }
 OSCAR = {
     **CONSTANT, "lr_schedule": "linear", "epochs": 20, "batch_size": 256, "optimizer": "adamw", "lr": 2e-5,
-    "bert_lr_factor": 1.0, "weight_decay": 0.05, "grad_clip": 1.0, "margin": None, "loss": "matching_bce",
-    "mining": "all", "halve_loss": True, "mean_loss": True, "exclude_same_image": True, "validation_images": None,
+    "text_lr_factor": 1.0, "weight_decay": 0.05, "decay_biases": False, "grad_clip": 1.0, "margin": None,
+    "loss": "matching_bce", "mining": "all", "halve_loss": True, "mean_loss": True, "exclude_same_image": True,
+    "validation_images": None,
 }  # fmt: skip
 OF_OSCAR = {**BERT, "bert_dropout": 0.1, "image_encoder": "linear", "tags": True}
 PUBLISHED["oscar-coco"] = ("oscar", OSCAR, OF_OSCAR)
