@@ -6,8 +6,8 @@ Inside: `PHASES`, `StepClock`, `watch`.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,10 +55,10 @@ class StepClock:
 def watch(model: MatchingModel, stepper: Stepper, clock: StepClock) -> None:
     """Make the steps of `stepper` on `model` switch the clock; the caller switches to "waiting" and "batch".
 
-    The gradient of an embedding, or of the scores, marks the start of the backward of the module that computed it. Only
-    for scenarios of one branch whose model scores as `MatchingModel.forward` does.
+    The gradient of an embedding, of the scores or of a loss marks the start of the backward of the module that computed
+    it. Only for scenarios of one branch.
     """
-    encode_images, encode_captions, score = model.encode_images, model.encode_captions, model.score
+    score, auxiliary = model.score, model.take_auxiliary_loss
 
     def encoded(encode: Callable[..., Any], *arguments: Any) -> Any:
         clock.switch("encoder")
@@ -71,39 +71,35 @@ def watch(model: MatchingModel, stepper: Stepper, clock: StepClock) -> None:
         return scores
 
     own: dict[str, Any] = {
-        "encode_images": lambda *arguments: encoded(encode_images, *arguments),
-        "encode_captions": lambda *arguments: encoded(encode_captions, *arguments),
-        "score": scored,
+        name: partial(encoded, getattr(model, name))
+        for name in ("encode_images", "encode_captions", "image_fragments", "caption_fragments")
+        if hasattr(model, name)
     }
+    # An auxiliary loss, such as that of captions which VSRN generates, is part of the encoders.
+    own |= {"score": scored, "take_auxiliary_loss": lambda: _marked(auxiliary(), clock, "encoder")}
     for name, function in own.items():
         setattr(model, name, function)
     for mining, loss in stepper.losses.items():
         stepper.losses[mining] = _Timed(loss, clock)
+    stepper.scenario.target.after_backward.append(lambda: clock.switch("optimizer"))
 
 
 def _marked(result: Any, clock: StepClock, phase: str) -> Any:
-    values = result.values if isinstance(result, Fragments) else result
-    if values.requires_grad:
-        values.register_hook(lambda _: clock.switch(phase))
+    """Make the gradient of a result, or of each part of it, switch the clock."""
+    for part in result if isinstance(result, tuple) else (result,):
+        values = part.values if isinstance(part, Fragments) else part
+        if values is not None and values.requires_grad:
+            values.register_hook(lambda _: clock.switch(phase))
     return result
 
 
 class _Timed(nn.Module):
-    """Return a loss that marks the begin and the end of its `backward`."""
+    """Make the gradient of a loss switch the clock."""
 
     def __init__(self, loss: nn.Module, clock: StepClock) -> None:
         super().__init__()
         self.loss, self._clock = loss, clock
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        value: Tensor = self.loss(*arguments, **options)
-        # A strong reference from a tensor to itself would keep the graph of each step.
-        itself, clock = weakref.ref(value), self._clock
-
-        def backward() -> None:
-            clock.switch("loss")
-            Tensor.backward(itself())  # type: ignore[arg-type]
-            clock.switch("optimizer")
-
-        value.backward = backward  # type: ignore[method-assign, assignment]
+        value: Tensor = _marked(self.loss(*arguments, **options), self._clock, "loss")
         return value

@@ -461,7 +461,7 @@ class TrainConfig:
     tracker: str | None = setting(
         None,
         group=OUTPUT,
-        help="Write the log for a tracker as well, into a folder of RUN; nothing is sent. (default: none)",
+        help="Write the log for a tracker as well, into a folder of RUN; nothing is sent.",
         choices=("tensorboard", "wandb", "mlflow"),
         free_on_resume=True,
     )

@@ -25,29 +25,30 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_full_disk_loses_only_the_steps_since_the_last_save(data: Path, tmp_path: Path) -> None:
     """The disk becomes full after any number of bytes. Once there is space, the run ends like an uninterrupted one."""
-    run(config(data, tmp_path / "whole", save_every=3, log_every=1))
+    run(config(data, tmp_path / "whole", epochs=3, save_every=3, log_every=1))
     out = tmp_path / "run"
-    settings = config(data, out, epochs=1, save_every=3, log_every=1)
+    # After two epochs the log is longer than the settings, so it is the first file that does not fit where these do.
+    settings = config(data, out, epochs=2, save_every=3, log_every=1)
     run(settings)
     before = contents(out)
     size = len(before["last/checkpoint.pt"])
     assert size > 30_000
     named = set()
-    # If the settings fit, the log is the first file that does not.
-    log = max(len(before[name]) for name in ("metrics.jsonl", "train.yaml"))
+    log = len(before["metrics.jsonl"])
+    assert log > len(before["train.yaml"])
     for limit in (0, 100, log, 10_000, size // 2, size - 1):
         with no_file_above(limit), pytest.raises(OSError, match="cannot be written: File too large") as caught:
-            run(attrs.evolve(settings, epochs=2), resume=True)
+            run(attrs.evolve(settings, epochs=3), resume=True)
         path, _, rest = str(caught.value).partition(": ")
         assert rest == "cannot be written: File too large; its earlier content is kept"
         named.add(Path(path).name)
         after = contents(out)
         assert after.keys() == before.keys(), "no temporary file stays"
-        assert load_state(out)["position"] == 4
+        assert load_state(out)["position"] == 8
         for name in ("last/checkpoint.pt", "model.safetensors", "config.json", "vocab.json"):
             assert after[name] == before[name]
     assert named == {"lock", "train.yaml", "metrics.jsonl", "checkpoint.pt"}
-    assert run(attrs.evolve(settings, epochs=2), resume=True).steps == 8
+    assert run(attrs.evolve(settings, epochs=3), resume=True).steps == 12
     assert same(weights(out), weights(tmp_path / "whole"))
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 

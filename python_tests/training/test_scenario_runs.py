@@ -157,7 +157,7 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
     ("arguments", "message"),
     [
         ("--scenario oas", "anchor: the scenario oas needs the RUN folder of a trained model: --anchor RUN"),
-        ("--scenario teacher", "scenario: expected one of single, oas, oss, mss, addr, got 'teacher'"),
+        ("--scenario teacher", "scenario: expected one of single, oas, oss, mss, addr, aoq, ncr, meta_spn, sam, got 'teacher'"),
         ("--boosting absolute", "boosting: 'absolute' goes with the scenario oas or oss or mss, not single"),
         ("--scenario mss --branches 3", "branches: 3 goes with the scenario oss, not mss"),
         ("--scenario oss --ema-decay 0.9", "ema_decay: 0.9 goes with the scenario mss, not oss"),
@@ -165,7 +165,7 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
         ("--scenario mss --boosting relative --boosting-alpha 0.3",
          "boosting_alpha: 0.3 goes with the boosting absolute or both, not relative"),
         ("--scenario mss --loss cmpm --mining all --boosting rkd --margin 0.3",
-         "margin: 0.3 goes with the loss polynomial or triplet, not cmpm"),
+         "margin: 0.3 goes with the loss clipped_sct or polynomial or triplet, not cmpm"),
         ("--scenario mss --boosting rkd --soft", "soft: True goes with the boosting absolute or relative or both, not "
          "rkd"),
         ("--scenario mss --ema-decay 1.01", "ema_decay: expected a number at least 0 and at most 1, got 1.01"),
