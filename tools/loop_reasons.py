@@ -116,6 +116,31 @@ REASONS = (
         "Less than 1 % of a workload.",
     ),
     Reason(
+        ("backpropagate_pairs<BFloat16>", "backpropagate_pairs<Half>"),
+        (12,),
+        "Raw scores of a tile: 26 for copies; the rest loads fragments, and skips rows and columns that a tile does not "
+        "have.",
+        "Below 91. The gradients of a tile's scores take longer, on the ordinary units.",
+    ),
+    Reason(
+        ("backpropagate_pairs<float>",),
+        (36,),
+        f"Raw scores of a tile. {_SPLIT}.",
+        "The gradients of a tile's scores take longer, on the ordinary units.",
+    ),
+    Reason(
+        ("backpropagate_pairs<Half>",),
+        (96,),
+        "Sums over a tile: loads of operands, additions of slices, splitting of float32 gradients.",
+        "Below 91.",
+    ),
+    Reason(
+        ("backpropagate_pairs<float>",),
+        (192,),
+        "Sums over a tile: loads of operands, additions of slices, splitting of rows and gradients.",
+        "Below 91.",
+    ),
+    Reason(
         ("backpropagate_pairs<",),
         (32, 36, 96, 144),
         "Raw scores (32, or 96 of float32): decisions that skip rows and columns of sets, and splitting of float32. "
