@@ -118,7 +118,7 @@ REASONS = (
     Reason(
         ("backpropagate_pairs<BFloat16>", "backpropagate_pairs<Half>"),
         (12,),
-        "Raw scores of a tile: 26 for copies; the rest loads fragments, and skips rows and columns that a tile does not "
+        "Raw scores of a tile: 26 for copies; the rest loads fragments and skips rows and columns that a tile does not "
         "have.",
         "Below 91. The gradients of a tile's scores take longer, on the ordinary units.",
     ),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from itm_fast.cli.index import Checkpoints, IndexArgument, Threads
+from itm_fast.cli.index_options import Checkpoints, IndexArgument, Threads
 
 __all__ = ["check_packages", "run_service", "serve"]
 

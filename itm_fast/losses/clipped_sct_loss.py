@@ -38,7 +38,7 @@ class ClippedSCTLoss(ScoreLoss):
 
     def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
         """Return the loss of `scores` (B, B), images in rows; arguments as in `itm_fast.functional.triplet_loss`."""
-        options = {"margin": self.margin, "mining": "sct", "reduction": "none", "positives": positives}
+        found = F_itm.triplet_loss(scores, margin=self.margin, mining="sct", reduction="none", positives=positives)
         # The hinge is not negative, so that the clip applies to both cases.
-        rows, columns = torch.relu(F_itm.triplet_loss(scores, directions="both", **options))
+        rows, columns = torch.relu(found)
         return self._reduced_from(lambda: rows, lambda: columns)

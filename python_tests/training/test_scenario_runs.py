@@ -157,7 +157,8 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
     ("arguments", "message"),
     [
         ("--scenario oas", "anchor: the scenario oas needs the RUN folder of a trained model: --anchor RUN"),
-        ("--scenario teacher", "scenario: expected one of single, oas, oss, mss, addr, aoq, ncr, meta_spn, sam, got 'teacher'"),
+        ("--scenario teacher", "scenario: expected one of single, oas, oss, mss, addr, aoq, ncr, meta_spn, sam, got "
+         "'teacher'"),
         ("--boosting absolute", "boosting: 'absolute' goes with the scenario oas or oss or mss, not single"),
         ("--scenario mss --branches 3", "branches: 3 goes with the scenario oss, not mss"),
         ("--scenario oss --ema-decay 0.9", "ema_decay: 0.9 goes with the scenario mss, not oss"),
