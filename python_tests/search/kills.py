@@ -7,6 +7,7 @@ Prints as JSON how often each change was killed, and how often it had taken effe
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -29,6 +30,8 @@ from itm_fast.search import Index, check, is_index
 from python_tests.helpers.search import concepts, files_of, scan
 
 QUERY = "red ball dog"
+# Seconds after which a process that hangs prints where, and ends.
+STUCK = 300
 
 
 class Calls:
@@ -58,6 +61,7 @@ def run_child(change: Callable[[], object], calls: Calls, report: Path | None = 
     if not child:
         status = 1
         try:
+            signal.alarm(STUCK)
             # All forks share tqdm's semaphore: a child killed while holding it would stop this process, too.
             tqdm.set_lock(threading.RLock())
             sys.setprofile(calls)
@@ -77,6 +81,9 @@ def run_child(change: Callable[[], object], calls: Calls, report: Path | None = 
 
 def main(data: Path, out: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGALRM, chain=True)
+    # A fork of a process with threads may inherit a lock that nobody releases.
+    tqdm.monitor_interval = 0
     chosen = random.Random(seed)
     train, dev = concepts(data), concepts(data, "dev")
     extra = np.asarray(dev.features)[:2]
@@ -108,6 +115,7 @@ def main(data: Path, out: Path, kills: int, seed: int) -> None:
         states.append(state(index))
     killed, effective = Counter[str](), Counter[str]()
     for number in range(kills):
+        signal.alarm(2 * STUCK)
         place = number % len(changes)
         name = list(changes)[place]
         shutil.rmtree(index)
