@@ -106,8 +106,7 @@ def train(
         bool,
         typer.Option(
             "--report",
-            help="Then search the split test and write RUN/report.html: recalls, curves, searches and attention. The "
-            "data must contain pictures.",
+            help="Then write RUN/report.html about the split test of pictures: recalls, curves, searches, attention.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,

@@ -64,7 +64,7 @@ class ImageEncoderConfig:
     image_class_token: bool = setting(False, help="Keep the class token of the vision model as the first region.")
 
 
-# With slots, it could not be the second base of a class.
+# With slots, it could not be one of two bases of a class.
 @attrs.frozen(kw_only=True, slots=False)
 class BertConfig:
     """Sizes of BERT; the defaults are those of BERT base."""
@@ -91,7 +91,7 @@ class EncoderConfig(ImageEncoderConfig):
 
 
 @attrs.frozen(kw_only=True)
-class BertEncoderConfig(EncoderConfig, BertConfig):
+class BertEncoderConfig(BertConfig, EncoderConfig):
     """Settings of models with a GRU or BERT as text encoder; `itm-fast train --bert DIR` sets those of BERT."""
 
     text_encoder: str = setting(

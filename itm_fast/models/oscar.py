@@ -18,7 +18,7 @@ __all__ = ["OSCAR", "OSCARConfig"]
 
 
 @attrs.frozen(kw_only=True)
-class OSCARConfig(ImageEncoderConfig, BertConfig):
+class OSCARConfig(BertConfig, ImageEncoderConfig):
     """Settings of OSCAR; the defaults are the published ones of retrieval with BERT base."""
 
     vocab_size: int = setting(help="Number of pieces in the vocabulary.", minimum=1)

@@ -139,7 +139,7 @@ class TrainConfig:
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local ViT, Swin, DINOv2, CLIP or timm folder.",
+        help="Local ViT, Swin, CLIP or timm folder.",
         free_on_resume=True,
     )
     image_class_token: bool = setting(

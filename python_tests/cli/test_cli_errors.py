@@ -27,7 +27,7 @@ from python_tests.helpers.commands import SMALL, error
         (["--device", "meta"], 1, "device: 'meta' was asked for, but torch cannot use such a device here"),
         (["--device", "hpu"], 1, "device: 'hpu' was asked for, but torch cannot use such a device here"),
         (["--device", "cuda:99"], 1, "device: 'cuda:99' was asked for, but torch cannot use such a device here"),
-        (["--model-option", "name=foo"], 1, "unknown scan setting 'name': known are vocab_size, feature_dim"),
+        (["--model-option", "name=foo"], 1, "unknown scan setting 'name': known are feature_dim, image_encoder"),
         (["--model-option", "cls=foo"], 1, "unknown scan setting 'cls': known are"),
         (
             ["--model-option", f"embed_dim={10**15}"],

@@ -251,7 +251,7 @@ def test_save_and_load_give_equal_scores(tmp_path) -> None:
     ("config", "message"),
     [
         ({"embed_dims": 4}, "unknown scan setting 'embed_dims': did you mean 'embed_dim'?"),
-        ({"zzz": 4}, "unknown scan setting 'zzz': known are vocab_size, feature_dim"),
+        ({"zzz": 4}, "unknown scan setting 'zzz': known are feature_dim, image_encoder"),
         ({"embed_dim": 0}, "embed_dim: expected a number at least 1, got 0"),
         ({"embed_dim": 4.5}, "embed_dim: expected a whole number, got 4.5"),
         ({"no_imgnorm": 1}, "no_imgnorm: expected true or false, got 1"),

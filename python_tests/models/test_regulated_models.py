@@ -293,7 +293,7 @@ def test_the_command_line_takes_regulators(data: Path, tmp_path: Path, capsys: p
     assert cli.run(["evaluate", "--checkpoint", str(out), "--data", str(data), "--split", "test"]) == 0
     assert "rsum" in capsys.readouterr().out
     for more, message in (
-        (["--model", "vsepp", "--regulator", "rcar"], "unknown vsepp setting 'regulator': known are vocab_size, "),
+        (["--model", "vsepp", "--regulator", "rcar"], "unknown vsepp setting 'regulator': known are feature_dim, "),
         (["--regulator-steps", "3"], "steps: 3 steps of which regulator? Set regulator to rcr, rar or rcar"),
         (
             ["--regulator", "rcar", "--regulator-steps", "0"],
