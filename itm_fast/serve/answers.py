@@ -36,6 +36,7 @@ def facts(index: Index, limits: Limits) -> dict[str, Any]:
         "captions": index.size("captions"),
         "generation": manifest.generation,
         "models": [model.name for model in index.members.models],
+        "fingerprints": list(manifest.models),
         "accepts_pictures": bool(manifest.pictures),
         "explains": any(hasattr(model, "pair_steps") for model in index.members.models),
         "candidates": manifest.candidates,
