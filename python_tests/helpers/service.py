@@ -89,7 +89,8 @@ def service_in_thread(index: Path) -> Iterator[str]:
     try:
         end = time.monotonic() + HANGS
         while not server.started:
-            assert thread.is_alive() and time.monotonic() < end
+            assert thread.is_alive()
+            assert time.monotonic() < end
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}"
