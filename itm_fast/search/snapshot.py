@@ -24,8 +24,10 @@ from itm_fast.search.segments import Segment, map_file
 
 __all__ = ["Side", "Snapshot"]
 
-# Memory for what an index holds besides pooled vectors. A page fault maps up to 64 KiB around an item. With this
-# limit, a million images of 36 rows of 256 channels are searched within 2 GB.
+# An index of at most this size stays in memory: pages that are taken back and used again make searches slower.
+_WHOLE = 2**31
+# Of a larger one, memory for what it holds besides pooled vectors. A page fault maps up to 64 KiB around an item. With
+# this limit, a million images of 36 rows of 256 channels are searched within 2 GB.
 _MAPPED, _AROUND = 3 * 2**28, 2**16
 # Inner products of pooled vectors in memory at a time.
 _PRODUCTS = 2**24
@@ -99,8 +101,8 @@ class Side:
         ]
 
     def _touch(self, items: int) -> None:
-        """Release mapped pages before their number exceeds a limit, in an index of more than twice the limit."""
-        if self._bytes <= 2 * _MAPPED:
+        """Release mapped pages of a large index before their number exceeds a limit."""
+        if self._bytes <= _WHOLE:
             return
         self._touched += items * (self._bytes // len(self.live) + _AROUND)
         if self._touched > _MAPPED:

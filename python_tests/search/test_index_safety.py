@@ -201,6 +201,7 @@ def test_mapped_pages_are_released(built: Path, tmp_path: Path, monkeypatch: pyt
 
     index = Index.open(built, scan())
     before = index.search("red ball", 24, of="images")
+    monkeypatch.setattr(snapshot_module, "_WHOLE", 1)
     monkeypatch.setattr(snapshot_module, "_MAPPED", 1)
     released = []
     monkeypatch.setattr(snapshot_module.Segment, "release", lambda segment: released.append(segment))
