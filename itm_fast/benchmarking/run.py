@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from itm_fast.benchmarking import one_query, regulated, workloads
+from itm_fast.benchmarking import index_search, one_query, regulated, workloads
+from itm_fast.benchmarking.index_search import IndexSizes
 from itm_fast.benchmarking.measure import CpuMeter, Meter, interleave
 from itm_fast.benchmarking.workloads import Sizes
 from itm_fast.files.environment import environment
@@ -42,13 +43,27 @@ class Preset:
     loop_runs: int
     evaluation_loop_runs: int
     query_images: int
+    index_images: int
     compiled: bool = True  # the packed form under torch.compile too, where there is a compiler
     memory: bool = True
 
 
 PRESETS = {
-    "full": Preset(128, 1024, 1000, 5000, (128, 4096), runs=11, loop_runs=5, evaluation_loop_runs=1, query_images=4000),
-    "quick": Preset(16, 128, 20, 100, (16, 64), runs=2, loop_runs=1, evaluation_loop_runs=1, query_images=40),
+    "full": Preset(
+        128,
+        1024,
+        1000,
+        5000,
+        (128, 4096),
+        runs=11,
+        loop_runs=5,
+        evaluation_loop_runs=1,
+        query_images=4000,
+        index_images=10_000,
+    ),
+    "quick": Preset(
+        16, 128, 20, 100, (16, 64), runs=2, loop_runs=1, evaluation_loop_runs=1, query_images=40, index_images=40
+    ),
 }
 
 
@@ -88,6 +103,8 @@ def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _
         for name in queries:
             progress(f"accuracy of query {name}")
             measured["query"]["variants"][name]["accuracy"] = one_query.accuracy(name, gallery)
+        if device == "cpu":
+            measured |= _of_index(preset, measure, progress)
         # A run of these takes seconds.
         slow = {name: min(2 if name == "loop" else 5, preset.runs) for name in regulated.SCORES}
         measured["regulated scores"] = measure(regulated.make_regulated_scores, slow, (square,))
@@ -119,6 +136,23 @@ def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _
     }
 
 
+def _of_index(
+    preset: Preset, measure: Callable[..., dict[str, Any]], progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure building, opening and searching an index."""
+    sizes = (IndexSizes(preset.index_images),)
+    searches = dict(zip(index_search.SEARCHES, (preset.runs, 2 * preset.runs, 10 * preset.runs), strict=True))
+    found = {
+        "index build": measure(index_search.make_build, {"native": min(3, preset.runs)}, sizes),
+        "index open": measure(index_search.make_open, {"native": preset.runs}, sizes, memory=False),
+        "index search": measure(index_search.make_search, searches, sizes),
+    }
+    for name in searches:
+        progress(f"accuracy of search {name}")
+        found["index search"]["variants"][name]["accuracy"] = index_search.accuracy(name, *sizes)
+    return found
+
+
 def measure_variants(
     make: Callable[..., Callable[[], Any]],
     repeats: Mapping[str, int],
@@ -139,7 +173,7 @@ def measure_variants(
         if memory and repeats[name] > 1:
             progress(f"{what}: memory of {name}")
             results[name]["peak_bytes"] = meter.peak_bytes(make, name, *arguments)
-    described = [asdict(part) if isinstance(part, Sizes) else part for part in arguments]
+    described = [asdict(part) if isinstance(part, Sizes | IndexSizes) else part for part in arguments]
     return {"arguments": described, "variants": results}
 
 

@@ -56,10 +56,10 @@ def demo(
     ] = False,
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8080,
 ) -> None:
-    """Train SCAN on the bundled emoji, evaluate it on unseen pictures and write a report.
+    """Train SCAN on the bundled emoji, evaluate it on unseen pictures, and write a report and a search index.
 
     The model learns from the raw pixels of 2,800 emoji. The report then searches 500 unseen pictures by caption, and
-    captions by picture.
+    captions by picture. The index next to the run directory holds these pictures.
     """
     if serve:
         check_packages()
@@ -85,6 +85,7 @@ def demo(
     set_threads(threads)
     data = out / "data"
     config = TrainConfig(data=str(data), out=str(out), mining=mining, seed=seed, threads=threads, **SETTINGS)
+    demo_search.check_place(out)
     _clear_earlier_demo(config)
     atomic.check_entries(out, [data.name])
     emoji.write_dataset(data)
@@ -124,10 +125,11 @@ def demo(
     typer.echo(f"\n{test.n_images} test pictures, {len(test):,} captions:\n")
     typer.echo(evaluation.recall_table({"trained": trained, "untrained": untrained}))
     typer.echo(f"\nreport: {(out / 'report.html').resolve()}")
+    demo_search.build_index(out)
     if serve:
         demo_search.serve_demo(out, port)
     else:
-        typer.echo("\n" + demo_search.commands(out, data))
+        typer.echo("\n" + demo_search.commands(out))
 
 
 def _clear_earlier_demo(config: TrainConfig) -> None:

@@ -1,6 +1,6 @@
-"""Search the pictures of the demo: the commands that it prints, and `itm-fast demo --serve`.
+"""Search the pictures of the demo: their index, the commands that the demo prints, and `itm-fast demo --serve`.
 
-Inside: `commands`, `is_finished`, `serve_demo`.
+Inside: `build_index`, `check_place`, `commands`, `is_finished`, `serve_demo`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import typer
 
 from itm_fast.cli.serve import run_service
 
-__all__ = ["commands", "is_finished", "serve_demo"]
+__all__ = ["build_index", "check_place", "commands", "is_finished", "serve_demo"]
 
 
 def _index_of(out: Path) -> Path:
-    return out.with_name(f"{out.name}-index")
+    named = out.resolve() if out.name in ("", "..") else out
+    return named.with_name(f"{named.name}-index")
 
 
 def _program() -> str:
@@ -30,16 +31,26 @@ def _program() -> str:
     return shlex.quote(os.path.relpath(own))
 
 
-def commands(out: Path, data: Path) -> str:
+def commands(out: Path) -> str:
     """Return the commands that search the pictures of a finished demo, as text for the terminal."""
     program = _program()
-    run, index, folder = (shlex.quote(str(path)) for path in (out, _index_of(out), data))
+    run, index = (shlex.quote(str(path)) for path in (out, _index_of(out)))
     return (
         f"search the pictures in a browser:\n  {program} demo --serve --out {run}\n"
-        "or in the terminal:\n"
-        f"  {program} index build --checkpoint {run} --data {folder} --out {index}\n"
-        f'  {program} search {index} "a red heart" --html found.html'
+        f'or in the terminal:\n  {program} search {index} "a red heart" --html found.html'
     )
+
+
+def check_place(out: Path) -> None:
+    """Raise ValueError if the folder of the index contains anything else than the index of an earlier demo."""
+    from itm_fast.search import is_index
+    from itm_fast.search.manifest import read_manifest
+    from itm_fast.search.writing import check_folder
+
+    index = _index_of(out)
+    check_folder(index)
+    if is_index(index) and read_manifest(index).checkpoints != (str(out.resolve()),):
+        raise ValueError(f"{index}: contains an index of another model, and the demo writes one; choose another --out")
 
 
 def is_finished(out: Path) -> bool:
@@ -53,11 +64,11 @@ def is_finished(out: Path) -> bool:
 
 
 def serve_demo(out: Path, port: int) -> None:
-    """Build an index of the test pictures unless there is one of this model, and serve it until it is stopped."""
+    """Serve the index of a finished demo until it is stopped. Build it if it is missing or of another model."""
     index = _index_of(out)
     if not _fits(index, out):
-        typer.echo(f"building the index {index}")
-        _build(index, out)
+        check_place(out)
+        build_index(out)
     run_service(index, [out], browser=True, port=port)
 
 
@@ -71,11 +82,13 @@ def _fits(index: Path, out: Path) -> bool:
     return True
 
 
-def _build(index: Path, out: Path) -> None:
+def build_index(out: Path) -> None:
+    """Build an index of the test pictures of a finished demo, in place of an earlier one."""
     from itm_fast.data import Vocabulary, open_split
     from itm_fast.search import Index
     from itm_fast.training import run_folder
 
+    typer.echo(f"building the index {_index_of(out)}")
     vocabulary = Vocabulary.from_file(out / run_folder.VOCABULARY)
     test, train = (open_split(out / "data", split, vocabulary) for split in ("test", "train"))
-    Index.build([str(out)], test, index, training=train, overwrite=True, progress=True)
+    Index.build([str(out)], test, _index_of(out), training=train, overwrite=True, progress=True)

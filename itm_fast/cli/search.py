@@ -161,7 +161,7 @@ def _found(index: Index, hit: Hit) -> FoundItem:
 
     item = hit.item
     image = item.id if item.side == "images" else item.image
-    thumbnail = index.thumbnail(image) if image in index.snapshot.sides["images"].by_id else None
+    thumbnail = index.thumbnail(image) if image in index.snapshot.sides["images"].ids else None
     return FoundItem(hit.rank, hit.score, item.id, item.captions, thumbnail)
 
 

@@ -2,9 +2,10 @@
 
 `index` has the public class, and `opened` its part that reads. `changing` builds and changes an index from `sources`,
 `writing` makes a change take effect in one step, and `segments`, `mapped`, `rows` and `manifest` define its files.
-`snapshot` is one state of it, `searching` finds, and `queries` checks and encodes what is asked. `members` holds the
-models, `pooling` and `learning` make pooled vectors, `calibration` chooses the number of candidates, and `checking`
-finds damage. `encoders` encodes pictures with a separate vision model, and `remote` searches services elsewhere.
+`snapshot` is one state of it, `lookup` finds items by id, `searching` finds the best ones, and `queries` checks and
+encodes what is asked. `members` holds the models, `pooling` and `learning` make pooled vectors, `calibration` chooses
+the number of candidates, and `checking` finds damage. `encoders` encodes pictures with a separate vision model, and
+`remote` searches services elsewhere.
 """
 
 from itm_fast.search.calibration import calibrate, recalls

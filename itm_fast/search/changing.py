@@ -6,7 +6,7 @@ Inside: `build`, `add`, `delete`, `compact`, `update`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -82,7 +82,7 @@ def build(
             tensors = pool.tensors()
             weights = write_tensors(path, "pooling", tensors) if tensors else None
         builder = Builder(path, pool, dtype)
-        _fill(builder, members, source, {side: set() for side in SIDES}, ids, captions, preprocessing,
+        _fill(builder, members, source, dict.fromkeys(SIDES, ()), ids, captions, preprocessing,
               thumbnails, batch_size, progress)  # fmt: skip
         for side in SIDES:
             builder.flush(side)
@@ -104,7 +104,7 @@ def _fill(
     builder: Builder,
     members: Members,
     source: Source,
-    taken: dict[str, set[str]],
+    taken: Mapping[str, Container[str]],
     ids: Sequence[str] | None,
     captions: Sequence[str] | None,
     preprocessing: str,
@@ -147,7 +147,7 @@ def add(
         if manifest.models != members.fingerprints:
             raise ValueError(f"{path}: the index was replaced by one of another model; open it again")
         snapshot = Snapshot(path, manifest)
-        taken = {side: set(snapshot.sides[side].by_id) for side in SIDES}
+        taken = {side: snapshot.sides[side].ids for side in SIDES}
         builder = Builder(path, snapshot.pooling, manifest.dtype)
         _fill(builder, members, source, taken, ids, captions, manifest.pictures, thumbnails, batch_size, progress)
         kept: list[SegmentRecord] = []
@@ -168,18 +168,12 @@ def delete(path: Path, ids: Sequence[str]) -> int:
         snapshot = Snapshot(path, manifest)
         images, captions = (snapshot.sides[side] for side in SIDES)
         gone = {"images": set[int](), "captions": set[int]()}
-        owners = set()
         for name in ids:
-            if name in images.by_id:
-                gone["images"].add(images.by_id[name])
-                owners.add(name)
-            elif name in captions.by_id:
-                gone["captions"].add(captions.by_id[name])
-            else:
+            of_image, of_caption = images.ids.positions(name), captions.ids.positions(name)
+            if not of_image and not of_caption:
                 raise ValueError(f"id: the index holds no item {shown(name)}")
-        if owners:
-            texts = [text for one in captions.segments for text in one.column("owners")]
-            gone["captions"] |= {place for place in captions.positions().tolist() if texts[place] in owners}
+            gone["images"].update(of_image)
+            gone["captions"].update(captions.owners.positions(name) if of_image else of_caption)
         records = []
         for side in SIDES:
             live = snapshot.sides[side].live.numpy().copy()

@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from itm_fast.data.digests import sha256_of_file
+from itm_fast.files.messages import shown
 from itm_fast.search.manifest import FileRecord, SegmentRecord, read_manifest
 from itm_fast.search.snapshot import Snapshot
 
@@ -49,8 +50,9 @@ def check(path: str | os.PathLike[str], *, progress: bool = False) -> list[str]:
     try:
         snapshot = Snapshot(directory, manifest)
         for side in snapshot.sides.values():
-            if len(side.by_id) != side.count:
-                problems.append(f"{directory}: an id occurs twice")
+            repeated = side.ids.repeated()
+            if repeated is not None:
+                problems.append(f"{directory}: the id {shown(repeated)} occurs twice")
     except (ValueError, OSError) as error:
         problems.append(str(error))
     return problems

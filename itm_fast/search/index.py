@@ -32,7 +32,8 @@ __all__ = ["Index"]
 class Index(OpenIndex):
     """Images and captions that a model encoded once, to be searched by it. `build` and `open` make one.
 
-    A search has two stages. Inner products of pooled vectors find candidates, and the model's own `score` ranks them.
+    A search finds candidates and ranks them by the model's own `score`. Inner products of pooled vectors make a
+    shortlist, and MaxSim of the stored rows chooses the candidates from it.
 
     Any number of threads and processes may read an index, also while another one changes it: they see one state until
     `reload`. One process at a time may change it.

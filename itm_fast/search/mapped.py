@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,6 +57,7 @@ class MappedFile:
         header: dict[str, Any] = json.loads(self._mapping[8 : 8 + size])
         header.pop("__metadata__", None)
         self.tensors = {name: self._tensor(one, 8 + size, path) for name, one in header.items()}
+        self._places = {name: tuple(8 + size + end for end in one["data_offsets"]) for name, one in header.items()}
 
     def _tensor(self, entry: dict[str, Any], start: int, path: Path) -> Tensor:
         dtype, shape = _TYPES.get(entry["dtype"]), entry["shape"]
@@ -67,7 +69,17 @@ class MappedFile:
         count = (last - first) // dtype.itemsize
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start + first).view(shape)
 
-    def release(self) -> None:
-        """Take the pages out of the memory of this process. They stay in the page cache of the system."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+    def release(self, kept: Iterable[str] = ()) -> None:
+        """Take the pages out of the memory of this process, except those of the tensors `kept`.
+
+        They stay in the page cache of the system.
+        """
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first = 0
+        for start, end in sorted([*(self._places[name] for name in kept), (len(self._mapping),) * 2]):
+            # Whole pages only; the last one of the file may be partial.
+            last = start if start == len(self._mapping) else start // mmap.PAGESIZE * mmap.PAGESIZE
+            if last > first:
+                self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+            first = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -66,9 +66,9 @@ class Shards:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection)
         self._facts = list(self._all([f"{one}/info" for one in self._addresses], [None] * len(self._addresses)))
         for address, facts in zip(self._addresses, self._facts, strict=True):
-            if "models" not in facts or not all(type(facts.get(side)) is int for side in SIDES):
+            if not isinstance(facts.get("fingerprints"), list) or any(type(facts.get(one)) is not int for one in SIDES):
                 raise ValueError(f"{address}/info: {_STRANGE}")
-            if facts["models"] != self._facts[0]["models"] or _digests(facts) != _digests(self._facts[0]):
+            if facts["fingerprints"] != self._facts[0]["fingerprints"]:
                 raise ValueError(f"{address}: serves another model than {self._addresses[0]}; scores do not compare")
 
     def size(self, side: str = "images") -> int:
@@ -145,10 +145,6 @@ class Shards:
         except ValueError:
             raise ValueError(f"{place}: {_STRANGE}") from None
         return found
-
-
-def _digests(facts: dict[str, Any]) -> Any:
-    return facts.get("fingerprints")
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -11,7 +11,6 @@ bfloat16, or float32 if a model has one vector per item, and the columns of text
 from __future__ import annotations
 
 import hashlib
-import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -190,8 +189,8 @@ class Segment:
         return self.record.items
 
     def release(self) -> None:
-        """Take the pages of the file out of the memory of this process."""
-        self._mapped.release()
+        """Take the pages of the file out of the memory of this process. Pooled vectors stay: each search reads all."""
+        self._mapped.release(["pooled"])
 
     def rows(self, items: Tensor) -> list[Stored]:
         """Return what is stored of items (n,) int64 for each model: as `chosen_rows`, or one vector per item."""
@@ -214,11 +213,6 @@ class Segment:
     def bytes(self, column: str, item: int) -> bytes:
         ends = self.stored[f"{column}.ends"]
         return self.stored[column][int(ends[item]) : int(ends[item + 1])].numpy().tobytes()
-
-    def column(self, column: str) -> list[str]:
-        """Return a column of all items."""
-        content, ends = self.stored[column].numpy().tobytes(), self.stored[f"{column}.ends"].tolist()
-        return [content[a:b].decode("utf-8", "surrogateescape") for a, b in itertools.pairwise(ends)]
 
     def item(self, number: int) -> Item:
         texts = {name: self.text(name, number) for name in _TEXTS}

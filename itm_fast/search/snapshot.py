@@ -14,6 +14,7 @@ from torch import Tensor
 
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
+from itm_fast.search.lookup import Lookup
 from itm_fast.search.manifest import SIDES, Manifest
 from itm_fast.search.members import Encodings
 from itm_fast.search.pooling import Pooling
@@ -23,8 +24,11 @@ from itm_fast.search.segments import Segment, map_file
 
 __all__ = ["Side", "Snapshot"]
 
-# Memory for the rows of an index. A page fault maps up to 64 KiB around an item.
-_MAPPED, _AROUND = 2**30, 2**16
+# An index of at most this size stays in memory: pages that are taken back and used again make searches slower.
+_WHOLE = 2**31
+# Of a larger one, memory for what it holds besides pooled vectors. A page fault maps up to 64 KiB around an item. With
+# this limit, a million images of 36 rows of 256 channels are searched within 2 GB.
+_MAPPED, _AROUND = 3 * 2**28, 2**16
 # Inner products of pooled vectors in memory at a time.
 _PRODUCTS = 2**24
 
@@ -97,8 +101,8 @@ class Side:
         ]
 
     def _touch(self, items: int) -> None:
-        """Release the mapped pages before their number exceeds a limit, in an index of more than twice the limit."""
-        if self._bytes <= 2 * _MAPPED:
+        """Release mapped pages of a large index before their number exceeds a limit."""
+        if self._bytes <= _WHOLE:
             return
         self._touched += items * (self._bytes // len(self.live) + _AROUND)
         if self._touched > _MAPPED:
@@ -125,16 +129,21 @@ class Side:
         return segment.bytes("thumbnails", number)
 
     @functools.cached_property
-    def by_id(self) -> dict[str, int]:
-        """The position of each live item by its id; made on first use."""
-        ids = [text for one in self.segments for text in one.column("ids")]
-        return {ids[position]: position for position in self.positions().tolist()}
+    def ids(self) -> Lookup:
+        """The live items by id; made on first use."""
+        return Lookup(self.segments, "ids", self.live)
+
+    @functools.cached_property
+    def owners(self) -> Lookup:
+        """The live captions by the id of their image; made on first use."""
+        return Lookup(self.segments, "owners", self.live)
 
     def find(self, name: str) -> int:
         """Return the position of an item; ValueError if there is none of this id."""
-        if name not in self.by_id:
+        found = self.ids.positions(name)
+        if not found:
             raise ValueError(f"id: the index holds no item {shown(name)}")
-        return self.by_id[name]
+        return found[0]
 
 
 class Snapshot:

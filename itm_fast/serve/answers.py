@@ -36,6 +36,7 @@ def facts(index: Index, limits: Limits) -> dict[str, Any]:
         "captions": index.size("captions"),
         "generation": manifest.generation,
         "models": [model.name for model in index.members.models],
+        "fingerprints": list(manifest.models),
         "accepts_pictures": bool(manifest.pictures),
         "explains": any(hasattr(model, "pair_steps") for model in index.members.models),
         "candidates": manifest.candidates,
@@ -69,7 +70,8 @@ def _item(index: Index, item: Item) -> dict[str, Any]:
     """Return an item without the path of its picture, which concerns the server alone."""
     image = item.id if item.side == "images" else item.image
     images = index.snapshot.sides["images"]
-    has_picture = image in images.by_id and bool(images.thumbnail(images.by_id[image]))
+    found = images.ids.positions(image) if image else []
+    has_picture = bool(found and images.thumbnail(found[0]))
     return {
         "id": _text(item.id),
         "side": item.side,

@@ -110,6 +110,7 @@ class _Facts(BaseModel):
     captions: int
     generation: int
     models: list[str]
+    fingerprints: Annotated[list[str], Field(description="SHA-256 of each model: scores of equal models compare.")]
     accepts_pictures: Annotated[bool, Field(description="Whether a picture can be a query.")]
     explains: Annotated[bool, Field(description="Whether a model has attention between words and regions.")]
     candidates: int

@@ -55,6 +55,7 @@ class Served:
     def _loaded(self) -> Index:
         index = self._open()
         index.members  # noqa: B018 - loads the models, so that no request waits for them.
+        _prepare(index)
         return index
 
     def refresh(self) -> bool:
@@ -88,9 +89,15 @@ class Served:
     def _reload(self) -> None:
         try:
             self.index.reload()
+            _prepare(self.index)
         except ValueError:
             self.index = self._loaded()
 
     def _count(self) -> None:
         for side in ("images", "captions"):
             self._metrics.items.labels(side).set(self.index.size(side))
+
+
+def _prepare(index: Index) -> None:
+    """Make the table of ids, which takes 0.2 s per million items."""
+    index.snapshot.sides["images"].ids  # noqa: B018

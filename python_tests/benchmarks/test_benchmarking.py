@@ -14,9 +14,11 @@ from benchmarks import maxsim_workloads as maxsim
 from benchmarks.cpu_table import BOUND, MEMORY_BOUND, markdown, summary
 from benchmarks.maxsim_workloads import MaxsimSizes
 from itm_fast import reference
-from itm_fast.benchmarking import one_query, regulated, workloads
+from itm_fast.benchmarking import index_search, one_query, regulated, workloads
+from itm_fast.benchmarking.index_search import IndexSizes
 from itm_fast.benchmarking.measure import CpuMeter, Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
+from itm_fast.benchmarking.table import markdown as table_of_all
 from itm_fast.benchmarking.table import time
 from itm_fast.benchmarking.workloads import Sizes
 
@@ -96,6 +98,18 @@ def test_all_variants_of_one_query_compute_the_same() -> None:
         assert one_query.accuracy(name, sizes)["max_score_error"] < (2e-2 if name.endswith("bf16") else 1e-6), name
 
 
+def test_all_searches_find_the_same() -> None:
+    sizes = IndexSizes(images=50, dim=32)
+    plain, exact, candidates = (index_search.make_search(name, sizes)() for name in index_search.SEARCHES)
+    assert [int(hit.item.id) for hit in exact[0].hits] == plain.indices[0].tolist()
+    assert (exact[0].hits, exact[0].scored) == (candidates[0].hits, 50)
+    assert index_search.accuracy("plain", sizes)["max_score_error"] < 1e-6
+    # Stored rows have 8 bits of precision.
+    assert 1e-7 < index_search.accuracy("native exact", sizes)["max_score_error"] < 1e-2
+    built, opened = (make("native", sizes)() for make in (index_search.make_build, index_search.make_open))
+    assert len(built) == len(opened) == 50
+
+
 def test_all_variants_of_the_regulators_compute_the_same() -> None:
     sizes = Sizes(images=6, captions=6, dim=32)
     weights = regulated.parameters(sizes).to(torch.float64)
@@ -168,6 +182,9 @@ def test_a_run_is_written_down_whole() -> None:
     assert 0 < error < 1e-6
     assert f"| itm_fast, prepared | float32 | {time(query['prepared'])} |" in text
     assert f"| {error:.1e} |" in text.split("itm_fast, prepared")[1]
+    searches = results["workloads"]["index search"]["variants"]
+    assert [len(searches[name]["runs_s"]) for name in index_search.SEARCHES] == [2, 4, 20]
+    assert f"| itm_fast exact | {time(searches['native exact'])} |" in table_of_all(results)
     boosting = results["workloads"]["boosting all 64"]["variants"]
     error = boosting["native"]["accuracy"]["relative_loss_error"]
     assert 0 <= error < 1e-6

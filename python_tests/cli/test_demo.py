@@ -18,6 +18,7 @@ from itm_fast.data import Batch, PrecomputedDataset, Vocabulary, emoji
 from itm_fast.search import Index
 from itm_fast.training import Trainer
 from itm_fast.training.metrics_log import read_metrics
+from python_tests.helpers.commands import error
 
 PARTS = {"train": slice(0, 16), "dev": slice(16, 26), "test": slice(26, 40)}
 
@@ -52,26 +53,33 @@ def test_demo_trains_on_the_training_split_alone(
     assert cli.run(["demo", "--out", str(out)]) == 0
 
     printed = capsys.readouterr().out.splitlines()
-    served, build, search = (shlex.split(line) for line in printed if re.match(r"  \S*itm-fast ", line))
-    assert served[1:] == ["demo", "--serve", "--out", str(out)]
-    assert cli.run(build[1:]) == 0
-    page = tmp_path / "found.html"
+    served_by, search = (shlex.split(line) for line in printed if re.match(r"  \S*itm-fast ", line))
+    assert served_by[1:] == ["demo", "--serve", "--out", str(out)]
+    page, place = tmp_path / "found.html", tmp_path / "demo-index"
     # The vocabulary of so few captions lacks the words of the example.
-    assert search[1:] == ["search", build[-1], "a red heart", "--html", "found.html"]
-    assert cli.run(["search", build[-1], captions[0], "--html", str(page), "-k", "14"]) == 0
+    assert search[1:] == ["search", str(place), "a red heart", "--html", "found.html"]
+    assert cli.run(["search", str(place), captions[0], "--html", str(page), "-k", "14"]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/webp") == 14
 
-    # A finished demo is searched without training it again; its index is built once.
+    # A finished demo is searched without training it again; its index is built only if it is missing.
     steps = len(seen)
     served: list[tuple[Path, list[Path]]] = []
     monkeypatch.setattr(demo_search, "run_service", lambda index, runs, **_: served.append((index, runs)))
-    shutil.rmtree(build[-1])
-    for _ in range(2):
-        assert cli.run(["demo", "--serve", "--out", str(out)]) == 0
-    assert served == [(out.with_name("demo-index"), [out])] * 2
+    before = (place / "index.json").read_bytes()
+    assert cli.run(["demo", "--serve", "--out", str(out)]) == 0
+    assert (place / "index.json").read_bytes() == before
+    shutil.rmtree(place)
+    assert cli.run(["demo", "--serve", "--out", str(out)]) == 0
+    assert served == [(place, [out])] * 2
     assert len(seen) == steps
     index = Index.open(served[0][0])
     assert (index.size("images"), index.size("captions"), index.manifest.generation) == (14, 70, 1)
+
+    # An index of the user in the same place is not replaced, and the demo does not train in vain.
+    Index.build(models.load(out), pictures[:2], place, overwrite=True)
+    message = f"{place}: contains an index of another model, and the demo writes one; choose another --out"
+    assert error(capsys, "demo", "--out", out) == (1, message)
+    assert len(seen) == steps
 
     train_pictures = torch.from_numpy(pictures[PARTS["train"]]).float()
     for batch in seen:

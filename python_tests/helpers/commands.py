@@ -1,6 +1,6 @@
 """Run the command line inside a test: short training runs, and the error line of a user error.
 
-Inside: `SMALL`, `train_small`, `error`.
+Inside: `SMALL`, `train_small`, `output`, `error`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ def train_small(data: Path, out: Path, *more: str) -> Path:
     """Train on `data` for one epoch unless `more` says otherwise; return the run directory."""
     assert cli.run(["train", "--data", str(data), "--out", str(out), *SMALL, *more]) == 0
     return out
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must succeed; return what it prints on stdout."""
+    capsys.readouterr()
+    assert cli.run([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: object, lines: int = 0) -> tuple[int, str]:

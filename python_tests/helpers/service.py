@@ -1,6 +1,6 @@
-"""Run `itm-fast serve` in a process of its own.
+"""Run `itm-fast serve` in a process of its own, or its application in a thread.
 
-Inside: `Service`, `running_service`.
+Inside: `Service`, `running_service`, `service_in_thread`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
+from itm_fast.serve import create_app
 from python_tests.helpers.processes import HANGS, ROOT
 
 
@@ -73,3 +78,22 @@ def running_service(index: Path, *arguments: str) -> Iterator[Service]:
         if process.poll() is None:
             process.kill()
             process.wait(HANGS)
+
+
+@contextlib.contextmanager
+def service_in_thread(index: Path) -> Iterator[str]:
+    """Serve an index from a thread of this process; yield the address, without a "/" at its end."""
+    server = uvicorn.Server(uvicorn.Config(create_app(index), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        end = time.monotonic() + HANGS
+        while not server.started:
+            assert thread.is_alive()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(HANGS)

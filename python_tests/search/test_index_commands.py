@@ -15,14 +15,8 @@ from PIL import Image
 from itm_fast import cli, models
 from itm_fast.data import emoji
 from itm_fast.search import Index
-from python_tests.helpers.commands import error
+from python_tests.helpers.commands import error, output
 from python_tests.helpers.search import scan
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert cli.run([str(one) for one in arguments]) == 0
-    return capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +31,12 @@ def test_an_index_is_built_and_searched(
 ) -> None:
     path = tmp_path / "index"
     build = ["index", "build", "--checkpoint", trained, "--data", data, "--out", path, "--calibrate", "0.9"]
-    printed = run(capsys, *build, "--calibrate-queries", 9)
+    printed = output(capsys, *build, "--calibrate-queries", 9)
     sizes = rf"{path}: 10 images, 50 captions, [12]\.\d MB\n"
     assert re.match(sizes + "candidates: 10, recall of the exact best 10: 1.000 over 9 captions\n", printed)
     assert printed.endswith(f'search it with: itm-fast search {path} "a dog"\n')
     caption = (data / "test_caps.txt").read_text().splitlines()[0]
-    printed = run(capsys, "search", path, caption, "red ball", "--json", "-k", 3)
+    printed = output(capsys, "search", path, caption, "red ball", "--json", "-k", 3)
     lines = [json.loads(line) for line in printed.splitlines()]
     assert [line["query"] for line in lines] == [caption, "red ball"]
     opened = Index.open(path)
@@ -51,7 +45,7 @@ def test_an_index_is_built_and_searched(
         assert [hit["item"]["id"] for hit in line["hits"]] == [hit.item.id for hit in found.hits]
         # Captions that are encoded together may differ by rounding from one alone.
         assert [hit["score"] for hit in line["hits"]] == pytest.approx([hit.score for hit in found.hits], abs=1e-6)
-    table = run(capsys, "search", path, caption, "-k", 2)
+    table = output(capsys, "search", path, caption, "-k", 2)
     (found,) = opened.search(caption, 2)
     for hit in found.hits:
         assert re.search(rf"{hit.rank} +│ +{hit.score:.4f} +│ +{hit.item.id} ", table)
@@ -66,13 +60,13 @@ def test_pictures_are_added_and_deleted(
     (tmp_path / "more").mkdir()
     for number in (20, 21):
         (tmp_path / "more" / f"{number}.png").write_bytes(emoji.picture_png("test", number))
-    printed = run(capsys, "index", "add", path, "--pictures", tmp_path / "more")
+    printed = output(capsys, "index", "add", path, "--pictures", tmp_path / "more")
     assert printed.startswith(f"{path}: 12 images, 0 captions")
     (tmp_path / "ids").write_text("20.png\n0.png\n")
-    printed = run(capsys, "index", "delete", path, "inner/1.png", "--ids", tmp_path / "ids")
+    printed = output(capsys, "index", "delete", path, "inner/1.png", "--ids", tmp_path / "ids")
     assert printed.startswith(f"3 deleted\n{path}: 9 images, 0 captions")
     before = Index.open(path).search("red heart", 9, exact=True)
-    assert run(capsys, "index", "compact", path).startswith(f"{path}: 9 images, 0 captions")
+    assert output(capsys, "index", "compact", path).startswith(f"{path}: 9 images, 0 captions")
     assert Index.open(path).search("red heart", 9, exact=True) == before
     assert {hit.item.id for hit in before[0].hits} == {
         "21.png", *(f"{number}.png" for number in (2, 4, 6, 8)), *(f"inner/{number}.png" for number in (3, 5, 7, 9))
@@ -80,20 +74,20 @@ def test_pictures_are_added_and_deleted(
 
 
 def test_the_facts_of_an_index(index: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = json.loads(run(capsys, "index", "info", index, "--json"))
+    facts = json.loads(output(capsys, "index", "info", index, "--json"))
     assert {name: facts[name] for name in ("images", "captions", "deleted", "dtype", "pooling", "candidates")} == {
         "images": 10, "captions": 50, "deleted": 0, "dtype": "bf16", "pooling": "learned", "candidates": 200,
     }  # fmt: skip
     assert facts["bytes"] == sum(file.stat().st_size for file in index.glob("*.safetensors"))
     assert facts["checkpoints"] == [str(trained.resolve())]
-    assert "images: 10\n" in run(capsys, "index", "info", index)
-    assert run(capsys, "index", "check", index) == f"{index}: no problems found\n"
+    assert "images: 10\n" in output(capsys, "index", "info", index)
+    assert output(capsys, "index", "check", index) == f"{index}: no problems found\n"
 
 
 def test_queries_come_from_a_file(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "queries.txt"
     file.write_text("red ball\n\n  dog tree \n" + "sun\n" * 70)
-    lines = run(capsys, "search", index, "--queries", file, "--json", "-k", 1).splitlines()
+    lines = output(capsys, "search", index, "--queries", file, "--json", "-k", 1).splitlines()
     assert [json.loads(line)["query"] for line in lines] == ["red ball", "dog tree", *["sun"] * 70]
 
 
@@ -131,7 +125,7 @@ def test_a_folder_of_pictures_gives_the_same_index_as_its_features(
     (found,), (expected,) = (one.search("red heart", 10) for one in (index, other))
     assert [(hit.item.id, hit.score) for hit in found.hits] == [(hit.item.id, hit.score) for hit in expected.hits]
     assert found.hits[0].item.picture == str((pictures / found.hits[0].item.id).absolute())
-    out = run(capsys, "search", path, "--image", pictures / "4.png", "-k", 1, "--json")
+    out = output(capsys, "search", path, "--image", pictures / "4.png", "-k", 1, "--json")
     hit = json.loads(out)["hits"][0]
     assert (hit["item"]["id"], hit["score"]) == ("4.png", pytest.approx(1, abs=1e-3))
     with Image.open(io.BytesIO(index.thumbnail("4.png") or b"")) as small:
@@ -144,7 +138,7 @@ def test_the_page_shows_pictures_and_escapes_texts(
 ) -> None:
     _, _, path = emoji_index
     page = tmp_path / "page.html"
-    printed = run(capsys, "search", path, "red <b> heart", "face", "-k", 4, "--html", page)
+    printed = output(capsys, "search", path, "red <b> heart", "face", "-k", 4, "--html", page)
     assert printed == f"page: {page}\n"
     text = page.read_text()
     assert "<h2>red &lt;b&gt; heart</h2>" in text
@@ -242,7 +236,7 @@ def test_an_index_of_another_model_is_refused(
         "directory was moved, name it with --checkpoint RUN"
     )
     assert error(capsys, "search", copy.path, "red") == (1, message)
-    assert run(capsys, "search", copy.path, "red", "--checkpoint", moved, "--json").count('"rank"') == 2
+    assert output(capsys, "search", copy.path, "red", "--checkpoint", moved, "--json").count('"rank"') == 2
     features = np.zeros((2, 4, 8), dtype=np.float32)
     nameless = Index.build(scan(), features + 1, tmp_path / "nameless")
     assert nameless.search("red", 1)[0].hits[0].item.id == "0"

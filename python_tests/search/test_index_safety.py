@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import random
 import re
@@ -189,9 +190,18 @@ def test_mapped_pages_are_released(built: Path, tmp_path: Path, monkeypatch: pyt
     mapped.release()
     assert resident(record.file) == 0
     assert torch.equal(mapped.tensors["values"], values)
+    pooled = values + 1
+    record = segments_module.write_tensors(tmp_path, "images", {"pooled": pooled, "a": values, "z": values.clone()})
+    mapped = segments_module.map_file(tmp_path, record)
+    assert all(bool(one.sum() > 0) for one in mapped.tensors.values())
+    mapped.release(["pooled"])
+    # The tensors share a page with their neighbours, and perhaps a huge page of 2 MiB, which is released as a whole.
+    assert pooled.nbytes - 2 * 2**21 <= resident(record.file) <= pooled.nbytes + 2 * mmap.PAGESIZE
+    assert torch.equal(mapped.tensors["pooled"], pooled)
 
     index = Index.open(built, scan())
     before = index.search("red ball", 24, of="images")
+    monkeypatch.setattr(snapshot_module, "_WHOLE", 1)
     monkeypatch.setattr(snapshot_module, "_MAPPED", 1)
     released = []
     monkeypatch.setattr(snapshot_module.Segment, "release", lambda segment: released.append(segment))

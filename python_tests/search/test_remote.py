@@ -3,40 +3,114 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
-import urllib.parse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from itm_fast.data import CaptionDataset
-from itm_fast.search import Index
+from itm_fast.data import emoji
+from itm_fast.search import Index, Results
 from itm_fast.search.remote import Shards, addresses_in
-from python_tests.helpers.commands import error
-from python_tests.helpers.search import concepts, scan
+from python_tests.helpers.commands import error, output
+from python_tests.helpers.emoji_index import PICTURES, emoji_dataset, emoji_model
+from python_tests.helpers.service import service_in_thread
+
+# Services round scores, and captions that are encoded together differ by rounding.
+CLOSE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def whole(served_index: Path) -> Index:
+    return Index.open(served_index)
+
+
+@pytest.fixture(scope="module")
+def addresses(whole: Index, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two services, with 4 and with 8 of the 12 images."""
+    names = [item.id for item in whole.items()]
+    with ExitStack() as running:
+        found = []
+        for part in (names[:4], names[4:]):
+            path = tmp_path_factory.mktemp("part") / "index"
+            Index.build(whole.path.parent / "run", emoji_dataset(), path, pooling="mean").delete(
+                [name for name in names if name not in part]
+            )
+            found.append(running.enter_context(service_in_thread(path)))
+        yield found
+
+
+def check_same(found: Results, expected: Results, every: Results) -> None:
+    """Compare results of services with those of one index; `every` has the scores of all its items."""
+    scores = {hit.item.id: hit.score for hit in every.hits}
+    ids = [hit.item.id for hit in found.hits]
+    assert len(set(ids)) == len(ids) == len(expected.hits)
+    for hit, wanted in zip(found.hits, expected.hits, strict=True):
+        assert hit.rank == wanted.rank
+        assert hit.score == pytest.approx(wanted.score, abs=CLOSE)
+        # Items whose scores are as close may change places.
+        assert scores[hit.item.id] == pytest.approx(wanted.score, abs=CLOSE)
+
+
+def test_the_best_of_all_services_are_those_of_one_index(
+    whole: Index, addresses: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = Shards([addresses[0], f"{addresses[1]}/"])
+    assert (shards.size(), shards.size("captions")) == (PICTURES, 5 * PICTURES)
+    for text, k in (("dark face", 5), ("woman", PICTURES), ("red heart", None)):
+        found, (expected,) = shards.search(text, k), whole.search(text, k)
+        assert (found.query, found.scored) == (text, PICTURES)
+        check_same(found, expected, whole.search(text, PICTURES)[0])
+    for text in ("face", "man"):
+        (every,) = whole.search(text, 5 * PICTURES, of="captions")
+        check_same(shards.search(text, 7, of="captions"), whole.search(text, 7, of="captions")[0], every)
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(emoji.picture_png("test", 9))
+    for side in (None, "images"):
+        (expected,) = whole.search(pictures=[picture], k=6, of=side)
+        (every,) = whole.search(pictures=[picture], k=whole.size(side or "captions"), of=side)
+        check_same(shards.search(picture=picture, k=6, of=side), expected, every)
+
+    place = ",".join(addresses)
+    (line,) = output(capsys, "search", place, "dark face", "-k", 3, "--exact", "--json").splitlines()
+    listed = [hit["item"]["id"] for hit in json.loads(line)["hits"]]
+    assert listed == [hit.item.id for hit in shards.search("dark face", 3, exact=True).hits]
+    output(capsys, "search", place, "--image", picture, "-k", 3)
+
+    for k in (0, PICTURES + 1):
+        with pytest.raises(ValueError, match=f"k: expected 1 to {PICTURES}, the number of images, got {k}"):
+            shards.search("face", k)
+    refused = f"{addresses[0]}/search: query: the model knows none of the words of 'xyzzy'"
+    assert error(capsys, "search", place, "xyzzy") == (1, refused)
+    assert error(capsys, "search", addresses[0], "--like", "set/0.png")[1].startswith("--like, --html, --encoder")
+
+
+def test_a_service_of_another_model_is_refused(addresses: list[str], tmp_path: Path) -> None:
+    """Its model has the same name and settings; only the weights differ."""
+    emoji_model(1).save(tmp_path / "run")
+    path = Index.build(tmp_path / "run", emoji_dataset(3), tmp_path / "index", pooling="mean").path
+    with service_in_thread(path) as other:
+        message = f"{other}: serves another model than {addresses[0]}; scores do not compare"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            Shards([addresses[0], other])
 
 
 @contextmanager
-def serving(answer: Any) -> Iterator[str]:
-    """Serve `answer(path, parameters, body)`, which returns the status and the content; yield the address."""
+def answering(answer: Callable[[], tuple[int, Any]]) -> Iterator[str]:
+    """Answer each request with the status and the content that `answer` returns; yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            place = urllib.parse.urlsplit(self.path)
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            status, content = answer(place.path, dict(urllib.parse.parse_qsl(place.query)), body)
+            status, content = answer()
             self.send_response(status)
             if status == 302:
                 self.send_header("location", "http://127.0.0.1:9/")
             self.end_headers()
             self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-        do_POST = do_GET  # noqa: N815 - the names of the standard library.
 
         def log_message(self, *_arguments: Any) -> None:
             pass
@@ -52,97 +126,19 @@ def serving(answer: Any) -> Iterator[str]:
         server.server_close()
 
 
-def service(index: Index, **facts: object) -> Any:
-    """Answer as the service of an index does; the body of a picture is an array of features here."""
-
-    def answer(path: str, asked: dict[str, str], body: bytes) -> tuple[int, Any]:
-        if path == "/info":
-            sizes = {side: index.size(side) for side in ("images", "captions")}
-            return 200, {"models": ["scan"], **sizes, **facts}
-        query = (
-            {"features": np.frombuffer(bytearray(body), np.float32).reshape(1, -1, 8)}
-            if body
-            else {"texts": asked["q"]}
-        )
-        options = {"k": int(asked["k"]), "of": asked["of"], "exact": "exact" in asked}
-        try:
-            (found,) = index.search(**query, **options)  # type: ignore[arg-type]
-        except ValueError as problem:
-            return 400, {"error": str(problem)}
-        hits = [
-            {"rank": hit.rank, "score": hit.score, "id": hit.item.id, "side": hit.item.side,
-             "captions": hit.item.captions, "image": hit.item.image or hit.item.id, "picture": False}
-            for hit in found.hits
-        ]  # fmt: skip
-        return 200, {"query": found.query, "scored": found.scored, "hits": hits}
-
-    return answer
-
-
-@pytest.fixture(scope="module")
-def train(data: Path) -> CaptionDataset:
-    return concepts(data)
-
-
-@pytest.fixture(scope="module")
-def whole(train: CaptionDataset, tmp_path_factory: pytest.TempPathFactory) -> Index:
-    return Index.build(scan(), train, tmp_path_factory.mktemp("whole") / "index", pooling="mean")
-
-
-@pytest.fixture(scope="module")
-def parts(whole: Index, train: CaptionDataset, tmp_path_factory: pytest.TempPathFactory) -> list[Index]:
-    """Two indexes with 4 and 20 of the images."""
-    found = []
-    for part in ({f"train{number}" for number in range(4)}, {f"train{number}" for number in range(4, 24)}):
-        index = Index.build(scan(), train, tmp_path_factory.mktemp("part") / "index", pooling="mean")
-        index.delete(sorted({item.id for item in whole.items()} - part))
-        found.append(index)
-    return found
-
-
-def test_the_best_of_all_services_are_those_of_one_index(
-    whole: Index, parts: list[Index], train: CaptionDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "picture"
-    picture.write_bytes(np.asarray(train.features)[3].astype(np.float32).tobytes())
-    with serving(service(parts[0])) as first, serving(service(parts[1])) as second:
-        shards = Shards([first, f"{second}/"])
-        assert (shards.size(), shards.size("captions")) == (24, 120)
-        for text, k in (("red ball", 9), ("dog", 24), ("sun cup", None)):
-            assert shards.search(text, k) == whole.search(text, k)[0]
-        found, expected = (
-            shards.search(picture=picture, k=7),
-            whole.search(features=rows_in(picture.read_bytes()), k=7)[0],
-        )
-        assert (found.hits, found.query) == (expected.hits, str(picture))
-        assert shards.search(picture=picture, k=3, of="images").hits[0].item.id == "train3"
-        for k in (0, 25):
-            with pytest.raises(ValueError, match=f"k: expected 1 to 24, the number of images, got {k}"):
-                shards.search("red", k)
-        refused = f"{first}/search: query: the model knows none of the words of 'xyzzy'"
-        assert error(capsys, "search", f"{first},{second}", "xyzzy") == (1, refused)
-        assert error(capsys, "search", first, "--like", "train0")[1].startswith("--like, --html, --encoder")
-        other_model = pytest.raises(ValueError, match=f"serves another model than {first}; scores do not compare")
-        with serving(service(parts[1], models=["rcar"])) as other, other_model:
-            Shards([first, other])
-
-
-def rows_in(content: bytes) -> np.ndarray:
-    return np.frombuffer(bytearray(content), np.float32).reshape(1, -1, 8)
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ((200, b"<html>"), "expected an answer of itm-fast serve, got something else"),
-        ((200, {"models": ["scan"], "images": "many", "captions": 0}), "expected an answer of itm-fast serve"),
-        ((200, {"models": ["scan"], "images": 4, "captions": 0, "hits": [{}]}), "expected an answer of itm-fast serve"),
+        ((200, {"models": ["scan"], "images": 4, "captions": 0}), "expected an answer of itm-fast serve"),
+        ((200, {"fingerprints": ["0"], "images": "many", "captions": 0}), "expected an answer of itm-fast serve"),
+        ((200, {"fingerprints": ["0"], "images": 4, "captions": 0, "hits": [{}]}), "expected an answer of itm-fast"),
         ((302, b""), "HTTP 302"),
         ((503, {"error": "too many requests; try again"}), "too many requests; try again"),
     ],
 )
 def test_what_no_service_answers_is_one_line(answer: tuple[int, Any], message: str) -> None:
-    with serving(lambda *_asked: answer) as address:
+    with answering(lambda: answer) as address:
         with pytest.raises(ValueError, match=message) as raised:
             Shards([address]).search("red")
         assert str(raised.value).startswith(f"{address}/")
@@ -151,7 +147,7 @@ def test_what_no_service_answers_is_one_line(answer: tuple[int, Any], message: s
 def test_addresses() -> None:
     assert addresses_in("http://a:1,https://b:2") == ["http://a:1", "https://b:2"]
     assert addresses_in("runs/index") == addresses_in("runs,http://a:1") == []
-    with serving(lambda *_asked: (200, {})) as address:
+    with answering(lambda: (200, {})) as address:
         pass
     with pytest.raises(ValueError, match=f"{address}/info: does not answer .* start itm-fast serve there"):
         Shards([address])
