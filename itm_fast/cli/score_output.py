@@ -91,7 +91,7 @@ def _rows(compared: Mapping[str, Comparison]) -> list[tuple[str, ...]]:
 
 
 def write_rankings(path: Path, results: Sequence[Scored], top: int) -> None:
-    """Write ranks and the `top` best matches of all protocols that rank, as `.npz`."""
+    """Write the ranks and the `top` best matches of protocols with rankings, as `.npz`."""
     import numpy as np
 
     from itm_fast.evaluation.ranking import saved_rankings
@@ -99,7 +99,6 @@ def write_rankings(path: Path, results: Sequence[Scored], top: int) -> None:
 
     arrays: dict[str, Any] = {}
     for result in results:
-        if result.rankings:
-            arrays |= {f"{result.name}_{name}": array for name, array in saved_rankings(result.rankings, top).items()}
+        arrays |= {f"{result.name}_{name}": array for name, array in saved_rankings(result.rankings, top).items()}
     with atomic.atomic_file(path) as file:
         np.savez(file, **arrays)

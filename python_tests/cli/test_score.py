@@ -253,7 +253,12 @@ def test_positives_in_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_truth(12, 60)
-    run(file, "--protocol", "eccv", *TRUTH, "--json", "r.json", "--bootstrap", 5, "--against", file)
+    run(
+        file, "--protocol", "eccv", *TRUTH, "--json", "r.json", "--bootstrap", 5, "--against", file,
+        "--rankings", "r.npz", "--top", 3,
+    )  # fmt: skip
+    with np.load("r.npz") as saved:  # The ranks of the own captions, as without --protocol.
+        assert np.array_equal(saved["full_best_captions"], np.argsort(-table())[:, :3])
     found = json.loads(Path("r.json").read_text())["protocols"]["eccv"]
     order = np.argsort(-table()[0]).tolist()
     ranks = sorted(order.index(caption) for caption in (0, 7))
