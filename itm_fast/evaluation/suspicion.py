@@ -95,17 +95,18 @@ def suspicions(source: ScoreSource, caption_image: Tensor, look: Look, ranks: Se
     if look.nan:
         image, caption = look.first_nan or (0, 0)
         found.append(
-            f"{look.nan:,} scores are NaN, the first of image {image} and caption {caption}; they count as the lowest"
+            f"scores that are NaN: {look.nan:,}, the first of image {image} and caption {caption}; they count as the "
+            "lowest"
         )
     if look.infinite:
-        found.append(f"{look.infinite:,} scores are infinite")
+        found.append(f"scores that are infinite: {look.infinite:,}")
     for what, others, constant in (
         ("image", "captions", look.constant_images),
         ("caption", "images", look.constant_captions),
     ):
         if len(constant):
             found.append(
-                f"{len(constant):,} {what}s have the same score with all {others}, the first is {what} "
+                f"{what}s that have the same score with all {others}: {len(constant):,}, the first is {what} "
                 f"{int(constant[0])}: were all rows and columns filled?"
             )
     found += _captions_per_image(caption_image, source.n_images)
@@ -129,7 +130,7 @@ def _captions_per_image(caption_image: Tensor, n_images: int) -> list[str]:
         return []
     least, most = int(counts.min()), int(counts.max())
     per_image = str(least) if least == most else f"{least} to {most}"
-    return [f"{per_image} captions per image; the published data sets have {_PER_IMAGE}"]
+    return [f"captions per image: {per_image}; the published data sets have {_PER_IMAGE}"]
 
 
 def _wrong_layout(source: ScoreSource, caption_image: Tensor, ranks: Sequence[Ranks]) -> list[str]:

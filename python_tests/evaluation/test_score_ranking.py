@@ -205,22 +205,23 @@ def test_what_is_suspicious() -> None:
     lost[3, [4, 9]] = np.nan
     lost[5, 1] = np.inf
     assert warnings_of(lost) == [
-        "2 scores are NaN, the first of image 3 and caption 4; they count as the lowest",
-        "1 scores are infinite",
+        "scores that are NaN: 2, the first of image 3 and caption 4; they count as the lowest",
+        "scores that are infinite: 1",
     ]
     constant = sound.copy()
     constant[7] = 0.5
     constant[:, 2] = 0.25
     assert warnings_of(constant)[:1] == [
-        "1 captions have the same score with all images, the first is caption 2: were all rows and columns filled?"
+        "captions that have the same score with all images: 1, the first is caption 2: were all rows and columns "
+        "filled?"
     ]
     constant = sound.copy()
     constant[[7, 9]] = 0.5
     assert warnings_of(constant) == [
-        "2 images have the same score with all captions, the first is image 7: were all rows and columns filled?"
+        "images that have the same score with all captions: 2, the first is image 7: were all rows and columns filled?"
     ]
     assert warnings_of(sound[:, ::5].copy(), torch.arange(12)) == [
-        "1 captions per image; the published data sets have 5"
+        "captions per image: 1; the published data sets have 5"
     ]
     # The first caption of all images comes before the second of any.
     rounds = sound.reshape(12, 12, 5).transpose(0, 2, 1).reshape(12, 60)
