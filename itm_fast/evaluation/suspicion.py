@@ -189,7 +189,10 @@ def _transposed_blocks(source: ScoreSource, caption_image: Tensor, own: Tensor, 
             transposed = source.pairs((row + captions % size)[whole], (column + caption_image % size)[whole])
             before = float(own[whole].nanmean())
             gain = float(transposed.double().nanmean()) - before
-            if gain > max(2 * abs(before - others), 5 * _standard_error(own[whole]), 1e-9):
+            error = _standard_error(own[whole])
+            # In another order, a few of the transposed pairs match by chance.
+            least = max(5 * error, 0.2 * error * len(transposed) ** 0.5)
+            if gain > max(2 * abs(before - others), least, 1e-9):
                 gains[size] = gain
     return max(gains, key=lambda size: gains[size], default=None)
 
