@@ -12,9 +12,12 @@ import typer
 from itm_fast.cli.evaluate_truth import evaluate_truth
 from itm_fast.cli.models import dataset_of, load_run
 from itm_fast.cli.score_options import TruthOptions
+from itm_fast.cli.score_output import interval_table
 
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset
+    from itm_fast.evaluation.ranks import FoldRanks
+    from itm_fast.evaluation.score_protocols import Scored
     from itm_fast.models import MatchingModel
 
 
@@ -71,6 +74,10 @@ def evaluate(
     vocab: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: the one in RUN.")
     ] = None,
+    bootstrap: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Resamples of the images for 95 % intervals; 0: none.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the resamples.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
     precision: Annotated[
@@ -81,7 +88,7 @@ def evaluate(
     """Compute the retrieval recalls of trained models on a split, image to text and text to image.
 
     The rank of an image is the best rank of its captions. Ties count against the query. Several models are evaluated
-    one by one and as an ensemble by mean score.
+    one by one and as an ensemble by mean score. The intervals are those of the ensemble.
 
     With --rerank K, a cheap model orders all candidates and the model scores only the first K of each query. The others
     stay behind them in the order of the cheap model.
@@ -95,6 +102,7 @@ def evaluate(
     import itm_fast
     from itm_fast import evaluation
     from itm_fast.distributed import joined
+    from itm_fast.evaluation.measures import recall_measures
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.files import atomic
     from itm_fast.files.processors import set_threads
@@ -137,15 +145,18 @@ def evaluate(
         start = time.perf_counter()
         options: dict[str, Any] = {"progress": world.first, "description": split, "world": world}
         options |= {"folds": n_folds, "first_images": first_images}
+        ranks: list[FoldRanks] = []
+        scored: Scored | None = None
         with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
             alone: list[dict[str, float]] = []
             if by_truth:
-                ensemble = evaluate_truth(members, str(protocol), truth, n_folds, world, split)
+                scored = evaluate_truth(members, str(protocol), truth, n_folds, world, split)
+                ensemble = {} if scored is None else scored.summary
             elif cheap and rerank is not None:
-                ensemble, before = evaluation.rerank(*members[0], cheap[0], rerank, **options)
+                ensemble, before = evaluation.rerank(*members[0], cheap[0], rerank, found=ranks, **options)
                 alone = [ensemble, before]
             else:
-                alone, ensemble = evaluation.evaluate_ensemble(members, streaming=streaming, **options)
+                alone, ensemble = evaluation.evaluate_ensemble(members, streaming=streaming, found=ranks, **options)
         seconds = time.perf_counter() - start
     if not world.first:
         return
@@ -162,11 +173,12 @@ def evaluate(
         typer.echo(title)
         rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
         rows[f"mean score of {len(checkpoint)}"] = ensemble
-    if by_truth:
-        measures = [(name, f"{value:.2f}") for name, value in ensemble.items()]
-        typer.echo(evaluation.measure_table(("measure", f"{protocol}: {title}"), measures))
-    else:
-        typer.echo(evaluation.recall_table(rows))
+    dataset = members[0][1]
+    measures = scored.measures if scored else recall_measures(ranks, dataset.caption_image, dataset.n_images)
+    ends = evaluation.intervals(measures, samples=bootstrap, seed=seed) if bootstrap else {}
+    typer.echo(f"{protocol}: {title}" if by_truth else evaluation.recall_table(rows))
+    if by_truth or ends:
+        typer.echo(interval_table(ensemble, ends, list(ensemble) if by_truth else None))
     if json_file is not None:
         result: dict[str, Any] = {
             **(sources[0] if len(checkpoint) == 1 else {}),
@@ -181,6 +193,7 @@ def evaluate(
             "itm_fast": itm_fast.__version__,
             "torch": torch.__version__,
             **ensemble,
+            **({"bootstrap": {"samples": bootstrap, "seed": seed}, "intervals": ends} if ends else {}),
         }
         if rerank is not None:
             result |= {"rerank": rerank, "candidates": {**sources[1], "data": str(candidates_data or data), **alone[1]}}

@@ -13,6 +13,7 @@ from itm_fast.cli.score_run import score_by_truth
 
 if TYPE_CHECKING:
     from itm_fast.distributed import World
+    from itm_fast.evaluation.score_protocols import Scored
     from itm_fast.evaluation.scoring import Gallery, Scorer
 
 __all__ = ["evaluate_truth"]
@@ -20,8 +21,8 @@ __all__ = ["evaluate_truth"]
 
 def evaluate_truth(
     members: Sequence[tuple[Scorer, Gallery]], protocol: str, truth: TruthOptions, folds: int, world: World, name: str
-) -> dict[str, float]:
-    """Return the measures of the mean score of models.
+) -> Scored | None:
+    """Evaluate the mean score of models; return None in all processes but the first.
 
     Args:
         members: each model with its data set.
@@ -41,6 +42,6 @@ def evaluate_truth(
         found = score_matrix(model, dataset, progress=world.first, description=name, world=world)
         scores = found if scores is None else scores + found
     if scores is None or not world.first:
-        return {}
+        return None
     source = MatrixScores(scores)
-    return score_by_truth([protocol], source, members[0][1].caption_image, truth, folds=folds)[protocol].summary
+    return score_by_truth([protocol], source, members[0][1].caption_image, truth, folds=folds)[protocol]

@@ -1,6 +1,6 @@
 """Tables, JSON and rankings of `itm-fast score`.
 
-Inside: `report_protocol`, `write_rankings`.
+Inside: `interval_table`, `report_protocol`, `write_rankings`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from itm_fast.evaluation.bootstrap import Comparison
     from itm_fast.evaluation.score_protocols import Scored
 
-__all__ = ["report_protocol", "write_rankings"]
+__all__ = ["interval_table", "report_protocol", "write_rankings"]
 
 
 def report_protocol(
@@ -61,11 +61,19 @@ def report_protocol(
     if other is not None:
         shown = [name for name in shown if name not in result.measures.names]
     if shown:
-        values = dict(zip(result.measures.names, result.measures.values(), strict=True)) | result.summary
-        cells = [(name, f"{values[name]:.2f}", _interval(ends.get(name))) for name in shown]
-        typer.echo(measure_table(("measure", "value", "95 % interval"), cells))
+        typer.echo(interval_table(result.summary, ends, shown))
     typer.echo("")
     return content
+
+
+def interval_table(
+    values: Mapping[str, float], ends: Mapping[str, tuple[float, float]], names: Sequence[str] | None = None
+) -> str:
+    """Format measures with their intervals; `names` are those to show, by default all that have an interval."""
+    from itm_fast.evaluation.table import measure_table
+
+    cells = [(name, f"{values[name]:.2f}", _interval(ends.get(name))) for name in names or ends]
+    return measure_table(("measure", "value", "95 % interval"), cells)
 
 
 def _interval(ends: tuple[float, float] | None) -> str:
@@ -83,7 +91,7 @@ def _rows(compared: Mapping[str, Comparison]) -> list[tuple[str, ...]]:
 
 
 def write_rankings(path: Path, results: Sequence[Scored], top: int) -> None:
-    """Write ranks and the `top` best matches of all protocols that rank, as `.npz`."""
+    """Write the ranks and the `top` best matches of protocols with rankings, as `.npz`."""
     import numpy as np
 
     from itm_fast.evaluation.ranking import saved_rankings
@@ -91,7 +99,6 @@ def write_rankings(path: Path, results: Sequence[Scored], top: int) -> None:
 
     arrays: dict[str, Any] = {}
     for result in results:
-        if result.rankings:
-            arrays |= {f"{result.name}_{name}": array for name, array in saved_rankings(result.rankings, top).items()}
+        arrays |= {f"{result.name}_{name}": array for name, array in saved_rankings(result.rankings, top).items()}
     with atomic.atomic_file(path) as file:
         np.savez(file, **arrays)

@@ -84,7 +84,8 @@ def run_score(options: ScoreOptions) -> None:
         },
     }
     if options.rankings is not None:
-        write_rankings(options.rankings, results, options.top)
+        ranked = [result for result in results if result.rankings] or [looked_at]
+        write_rankings(options.rankings, ranked, options.top)
     if options.report is not None:
         write_page(options.report, content, looked_at, source, owners, dataset)
     if options.json_file is not None:

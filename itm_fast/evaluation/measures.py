@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from itm_fast.evaluation.ranking import Ranking
+from itm_fast.evaluation.ranks import FoldRanks
 
 __all__ = ["Measures", "recall_measures"]
 
@@ -88,20 +88,20 @@ class Measures:
         return ((name, sums, self._counts[name]) for name, sums in self._sums.items())
 
 
-def recall_measures(rankings: Sequence[Ranking], caption_image: Tensor, n_images: int) -> Measures:
+def recall_measures(folds: Sequence[FoldRanks], caption_image: Tensor, n_images: int) -> Measures:
     """Return recalls, mean ranks and RSUM, in the names and units of `itm_fast.functional.recall_summary`.
 
     Args:
-        rankings: the ranking of each fold.
+        folds: the ranks of each fold.
         caption_image: index of the image of each caption, int64 `(n_captions,)`.
         n_images: number of images.
     """
-    measures = Measures([fold.images.numpy() for fold in rankings], n_images)
+    measures = Measures([fold.images.numpy() for fold in folds], n_images)
     for direction in ("i2t", "t2i"):
         ranks, images = [], []
-        for fold in rankings:
+        for fold in folds:
             of_images = direction == "i2t"
-            found = (fold.ranks.image_to_text if of_images else fold.ranks.text_to_image).numpy()
+            found = (fold.image_to_text if of_images else fold.text_to_image).numpy()
             owners = (fold.images if of_images else caption_image[fold.captions]).numpy()
             # An image without captions is no query.
             ranks.append(found[found >= 0])

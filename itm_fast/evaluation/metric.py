@@ -8,17 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from itm_fast.evaluation.protocols import evaluate_scores
 from itm_fast.evaluation.ranking import rank_folds, summarize
 from itm_fast.evaluation.score_sources import SIMILARITIES, EmbeddingScores
 
 __all__ = ["RetrievalRecall"]
+
+# Up to this many scores are a matrix, which the native kernel of `retrieval_ranks` ranks: 128 MB in float32.
+_WHOLE = 2**25
 
 
 class RetrievalRecall:
     """Collect embeddings batch by batch, and rank all images and captions that were collected.
 
     `update`, `compute`, `reset` and a call behave like those of a metric of torchmetrics: a call updates the metric and
-    returns the value of its batch alone. Embeddings are kept on the CPU; scores are computed in tiles.
+    returns the value of its batch alone. Embeddings are kept on the CPU. The kernel of `retrieval_ranks` counts the
+    ranks. More than 32 million scores are computed and counted in tiles.
 
     Args:
         similarity: "cosine" or "dot".
@@ -97,6 +102,10 @@ class RetrievalRecall:
                 raise ValueError(f"compute: no embedding of image {number}, to which a caption belongs")
             owners.append(self._places[number])
         source = EmbeddingScores(torch.cat(self._images), torch.cat(self._captions), similarity=self._similarity)
+        n_images, n_captions = source.n_images, source.n_captions
+        if n_images * n_captions <= _WHOLE:
+            scores = source.tile(torch.arange(n_images), torch.arange(n_captions))
+            return evaluate_scores(scores, torch.tensor(owners), ties=self._ties)
         return summarize(rank_folds(source, torch.tensor(owners), ties=self._ties))
 
     def __call__(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from itm_fast.distributed import World
 from itm_fast.evaluation.distance import MeanDistance
-from itm_fast.evaluation.ranks import Ranks
+from itm_fast.evaluation.ranks import FoldRanks, Ranks
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.evaluation.streaming import stream_ranks
 from itm_fast.functional import recall_summary, retrieval_ranks
@@ -94,6 +94,7 @@ def evaluate_ensemble(
     progress: bool = False,
     description: str = "scores",
     world: World | None = None,
+    found: list[FoldRanks] | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Compute the recalls of each of several models, and of their ensemble, the mean of their scores.
 
@@ -109,6 +110,7 @@ def evaluate_ensemble(
         progress: show a progress bar if stderr is a terminal.
         description: label of the progress bar.
         world: the processes that share the work; None: only this one.
+        found: takes the ensemble's ranks of each fold.
 
     Returns:
         One summary per member, in their order, and the summary of the ensemble.
@@ -142,8 +144,11 @@ def evaluate_ensemble(
             for own, member in zip(ranks, alone, strict=True):
                 member.append(ranks_summary(own, own.distance.value))
             together.append(ranks_summary(of_mean, MeanDistance.of_mean(own.distance for own in ranks)))
+            if found is not None:
+                found.append(FoldRanks(images, captions, of_mean.image_to_text, of_mean.text_to_image))
             continue
         total: Tensor | None = None
+        of_fold: tuple[Tensor, Tensor] | None = None
         distances = [MeanDistance() for _ in members]
         for index, (model, dataset) in enumerate(members):
             parts = [description]
@@ -161,13 +166,15 @@ def evaluate_ensemble(
                 distance=distances[index],
                 world=world,
             )
-            recalls = _recalls(scores, first.caption_image, images, captions, ties)
-            alone[index].append(_summary(recalls, distances[index].value))
+            of_fold = _ranks(scores, first.caption_image, images, captions, ties)
+            alone[index].append(_summary(recall_summary(*of_fold), distances[index].value))
             total = scores if total is None else _add(total, scores)
         if total is not None and len(members) > 1:
             # The sum gives the same ranks as the mean, and has no ties from rounding in a division.
-            recalls = _recalls(total, first.caption_image, images, captions, ties)
-            together.append(_summary(recalls, MeanDistance.of_mean(distances)))
+            of_fold = _ranks(total, first.caption_image, images, captions, ties)
+            together.append(_summary(recall_summary(*of_fold), MeanDistance.of_mean(distances)))
+        if found is not None and of_fold is not None:
+            found.append(FoldRanks(images, captions, *of_fold))
     summaries = [mean_summary(summary) for summary in alone]
     return summaries, mean_summary(together) if len(members) > 1 else summaries[0]
 
@@ -209,7 +216,7 @@ def evaluate_scores(
             block = block[:, int(captions[0]) : int(captions[-1]) + 1]
         else:
             block = block[:, captions]
-        recalls = _recalls(block, caption_image, images, captions, ties)
+        recalls = recall_summary(*_ranks(block, caption_image, images, captions, ties))
         distance, owners = MeanDistance(), caption_image[captions]
         for rows, chosen in zip(block.split(_ROWS), images.to(owners.device).split(_ROWS), strict=True):
             distance.add(rows, chosen[:, None] == owners)
@@ -235,8 +242,8 @@ def fold_indices(
     return chosen
 
 
-def _recalls(block: Tensor, caption_image: Tensor, images: Tensor, captions: Tensor, ties: str) -> dict[str, float]:
-    return recall_summary(*retrieval_ranks(block, caption_image[captions] - int(images[0]), ties))
+def _ranks(block: Tensor, caption_image: Tensor, images: Tensor, captions: Tensor, ties: str) -> tuple[Tensor, Tensor]:
+    return retrieval_ranks(block, caption_image[captions] - int(images[0]), ties)
 
 
 def ranks_summary(ranks: Ranks, distance: float | None) -> dict[str, float]:

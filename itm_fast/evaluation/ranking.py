@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from itm_fast.evaluation.best import BestMatches
 from itm_fast.evaluation.protocols import fold_indices, mean_summary, ranks_summary
-from itm_fast.evaluation.ranks import Ranks
+from itm_fast.evaluation.ranks import FoldRanks, Ranks
 from itm_fast.evaluation.score_sources import ScoreSource
 from itm_fast.evaluation.suspicion import Look
 
@@ -43,6 +43,10 @@ class Ranking:
     ranks: Ranks
     best_captions: Tensor | None
     best_images: Tensor | None
+
+    @property
+    def fold_ranks(self) -> FoldRanks:
+        return FoldRanks(self.images, self.captions, self.ranks.image_to_text, self.ranks.text_to_image)
 
 
 def rank_folds(

@@ -1,19 +1,37 @@
 """Count ranks from tiles of scores.
 
-Inside: `Ranks`, `compared`.
+Inside: `FoldRanks`, `Ranks`, `compared`.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
+import attrs
 import torch
 from torch import Tensor
 
 from itm_fast.distributed import World, gather_rows, sum_of_all
 from itm_fast.evaluation.distance import MeanDistance
 
-__all__ = ["Ranks", "compared"]
+__all__ = ["FoldRanks", "Ranks", "compared"]
+
+
+@attrs.frozen(eq=False)
+class FoldRanks:
+    """The ranks of one fold.
+
+    Attributes:
+        images: indices of its images, int64 `(n,)`.
+        captions: indices of its captions, int64 `(m,)`.
+        image_to_text: int64 `(n,)`: rank from 0 of the best own caption; -1 without captions.
+        text_to_image: int64 `(m,)`: rank from 0 of the own image.
+    """
+
+    images: Tensor
+    captions: Tensor
+    image_to_text: Tensor
+    text_to_image: Tensor
 
 
 class Ranks:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from itm_fast.distributed import World, gather_rows
 from itm_fast.evaluation.protocols import fold_indices, mean_summary, ranks_summary
-from itm_fast.evaluation.ranks import compared
+from itm_fast.evaluation.ranks import FoldRanks, compared
 from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
 from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 from itm_fast.evaluation.streaming import CHUNK_CAPTIONS, Member, stream_ranks, top_k
@@ -45,6 +45,7 @@ def rerank(
     progress: bool = False,
     description: str = "scores",
     world: World | None = None,
+    found: list[FoldRanks] | None = None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Compute the recalls of a model that re-ranks the first `k` candidates of a cheap model, in both directions.
 
@@ -67,6 +68,7 @@ def rerank(
         progress: show a progress bar if stderr is a terminal.
         description: label of the progress bar.
         world: the processes that share the work; None: only this one.
+        found: takes the new ranks of each fold.
 
     Returns:
         The keys of `itm_fast.functional.recall_summary`, re-ranked; and the summary of the cheap model, as in
@@ -98,10 +100,13 @@ def rerank(
         pairs = torch.cat([one.flatten() for one in keys]).unique()
         scores = _scores(member, images, captions, pairs, world, sizes, part if progress else None)
         owners = dataset.caption_image[captions] - images[0]
-        found = [scores[torch.searchsorted(pairs, key)] for key in keys]
+        chosen = [scores[torch.searchsorted(pairs, key)] for key in keys]
         of_own = owners[of_images] == rows, of_captions == owners[:, None]
         known = first.image_to_text, first.text_to_image
-        after.append(recall_summary(*(_reranked(*one, ties) for one in zip(found, of_own, known, strict=True))))
+        ranks = [_reranked(*one, ties) for one in zip(chosen, of_own, known, strict=True)]
+        after.append(recall_summary(*ranks))
+        if found is not None:
+            found.append(FoldRanks(images, captions, *ranks))
     return mean_summary(after), mean_summary(before)
 
 

@@ -72,4 +72,5 @@ def score_protocol(
         progress=progress,
         description=name,
     )
-    return Scored(name, summarize(rankings), recall_measures(rankings, caption_image, source.n_images), rankings)
+    ranks = [fold.fold_ranks for fold in rankings]
+    return Scored(name, summarize(rankings), recall_measures(ranks, caption_image, source.n_images), rankings)

@@ -18,6 +18,11 @@ __all__ = ["Look", "suspicions"]
 # Ties of more queries than this are mentioned.
 _TIES = 1000
 _PER_IMAGE = 5
+# With fewer captions, also the scores of a good model may be no higher than others by chance.
+_ENOUGH = 500
+# Sides of the square blocks in which evaluation scripts compute scores; SCAN's code takes 128.
+_BLOCKS = (32, 64, 100, 128, 200, 256, 500, 512, 1000)
+_PAIRS_IN_BLOCKS = 100
 
 
 class Look:
@@ -90,17 +95,18 @@ def suspicions(source: ScoreSource, caption_image: Tensor, look: Look, ranks: Se
     if look.nan:
         image, caption = look.first_nan or (0, 0)
         found.append(
-            f"{look.nan:,} scores are NaN, the first of image {image} and caption {caption}; they count as the lowest"
+            f"scores that are NaN: {look.nan:,}, the first of image {image} and caption {caption}; they count as the "
+            "lowest"
         )
     if look.infinite:
-        found.append(f"{look.infinite:,} scores are infinite")
+        found.append(f"scores that are infinite: {look.infinite:,}")
     for what, others, constant in (
         ("image", "captions", look.constant_images),
         ("caption", "images", look.constant_captions),
     ):
         if len(constant):
             found.append(
-                f"{len(constant):,} {what}s have the same score with all {others}, the first is {what} "
+                f"{what}s that have the same score with all {others}: {len(constant):,}, the first is {what} "
                 f"{int(constant[0])}: were all rows and columns filled?"
             )
     found += _captions_per_image(caption_image, source.n_images)
@@ -124,11 +130,11 @@ def _captions_per_image(caption_image: Tensor, n_images: int) -> list[str]:
         return []
     least, most = int(counts.min()), int(counts.max())
     per_image = str(least) if least == most else f"{least} to {most}"
-    return [f"{per_image} captions per image; the published data sets have {_PER_IMAGE}"]
+    return [f"captions per image: {per_image}; the published data sets have {_PER_IMAGE}"]
 
 
 def _wrong_layout(source: ScoreSource, caption_image: Tensor, ranks: Sequence[Ranks]) -> list[str]:
-    """Find captions in another order than their images, and distances in place of scores."""
+    """Find transposed blocks, captions in another order than their images, and distances in place of scores."""
     values = [fold.distance.value for fold in ranks]
     known = [value for value in values if value is not None]
     if not known:
@@ -143,14 +149,52 @@ def _wrong_layout(source: ScoreSource, caption_image: Tensor, ranks: Sequence[Ra
         if gain > max(2 * abs(distance), 1e-9) and gain > 3 * _standard_error(own):
             return [
                 f"caption j scores higher with image j % {n_images} than with its own: are the captions in rounds, the "
-                f"first caption of all images before the second of any? Then give the image of each caption"
+                "first caption of all images before the second of any? Then give the image of each caption. Or was a "
+                "matrix of captions x images reshaped in place of transposed?"
             ]
-    if distance < -3 * _standard_error(own):
+    error = _standard_error(own)
+    if (size := _transposed_blocks(source, caption_image, own, float(own.nanmean()) - distance)) is not None:
+        return [
+            f"with each block of {size} x {size} scores transposed, matching pairs score higher: were the scores of a "
+            "block stored as captions x images?"
+        ]
+    if abs(distance) <= 3 * error and n_captions >= _ENOUGH:
+        return [
+            "matching pairs score no higher than others on average: are the captions, or the numbers of their images, "
+            "in another order, or is the model not trained?"
+        ]
+    if distance < -3 * error:
         return [
             f"matching pairs score {-distance:.3g} lower than others on average: are these distances, or captions in "
             "another order than the images?"
         ]
     return []
+
+
+def _transposed_blocks(source: ScoreSource, caption_image: Tensor, own: Tensor, others: float) -> int | None:
+    """Return the side of square blocks whose matching pairs score higher once transposed; None: there are none.
+
+    Args:
+        source: the scores.
+        caption_image: index of the image of each caption.
+        own: scores of the matching pairs.
+        others: mean score of all others.
+    """
+    captions = torch.arange(source.n_captions)
+    gains = {}
+    for size in _BLOCKS:
+        row, column = caption_image // size * size, captions // size * size
+        whole = (row + size <= source.n_images) & (column + size <= source.n_captions)
+        if int(whole.sum()) >= _PAIRS_IN_BLOCKS:
+            transposed = source.pairs((row + captions % size)[whole], (column + caption_image % size)[whole])
+            before = float(own[whole].nanmean())
+            gain = float(transposed.double().nanmean()) - before
+            error = _standard_error(own[whole])
+            # In another order, a few of the transposed pairs match by chance.
+            least = max(5 * error, 0.2 * error * len(transposed) ** 0.5)
+            if gain > max(2 * abs(before - others), least, 1e-9):
+                gains[size] = gain
+    return max(gains, key=lambda size: gains[size], default=None)
 
 
 def _standard_error(scores: Tensor) -> float:

@@ -73,7 +73,7 @@ def map_npy(path: str | os.PathLike[str]) -> np.memmap:
 def open_array(path: Path, key: str | None = None) -> Array:
     """Open one array of real numbers of any shape.
 
-    Arrays in `.npy`, uncompressed `.npz` and safetensors files stay on disk. Others are read.
+    Arrays stay on disk, except those in compressed `.npz` files and in the old format of torch.save.
 
     Args:
         path: the file; its suffix, one of `SUFFIXES`, gives the format.
@@ -190,7 +190,7 @@ def _open_safetensors(path: Path, key: str | None) -> Array:
 
 def _open_torch(path: Path, key: str | None) -> Array:
     try:
-        content = load_plain(path)
+        content = load_plain(path, mapped=True)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; expected a tensor, or a dictionary of tensors, from torch.save") from None
     if isinstance(content, Tensor) and key is None:

@@ -39,11 +39,14 @@ _ALLOWED = {
 }
 
 
-def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = (), *, checksums: bool = False) -> Any:
+def load_plain(
+    path: Path, allowed: Sequence[Callable[..., Any]] = (), *, checksums: bool = False, mapped: bool = False
+) -> Any:
     """Load the content of a file to the CPU: dense tensors, plain values, and objects of the classes `allowed`.
 
     A tensor may claim more memory than the file has bytes; no memory is allocated before this is checked. `checksums`
-    verifies the checksums of an archive, which torch writes by default but does not check for tensors.
+    verifies the checksums of an archive, which torch writes by default but does not check for tensors. `mapped` leaves
+    the tensors of an archive on disk.
 
     Raises:
         OSError: the file is missing or cannot be read.
@@ -52,18 +55,19 @@ def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = (), *, checks
     """
     names = _ALLOWED.union(f"{one.__module__}.{one.__qualname__}" for one in allowed)
     with open_file(path) as file:
-        return _load(Path(native_path(file.fileno(), path)), names, allowed, checksums)
+        return _load(Path(native_path(file.fileno(), path)), names, allowed, checksums, mapped)
 
 
-def _load(path: Path, names: set[str], allowed: Sequence[Callable[..., Any]], checksums: bool) -> Any:
+def _load(path: Path, names: set[str], allowed: Sequence[Callable[..., Any]], checksums: bool, mapped: bool) -> Any:
     try:
         if _is_archive(path):
-            _check_archive(path, names, checksums)
+            mapped &= _check_archive(path, names, checksums)
         else:
+            mapped = False
             _check_stream(path, names)
         with warnings.catch_warnings(), torch.serialization.safe_globals(list(allowed)):
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except RefusedError:
         raise
     except Exception:
@@ -77,12 +81,17 @@ def _is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _check_archive(path: Path, names: set[str], checksums: bool) -> None:
-    """Refuse an archive that would unpack to more bytes than it has: torch stores tensors uncompressed."""
+def _check_archive(path: Path, names: set[str], checksums: bool) -> bool:
+    """Refuse an archive that would unpack to more bytes than it has: torch stores tensors uncompressed.
+
+    Returns:
+        Whether all its records are uncompressed.
+    """
     size = path.stat().st_size
     _check_end(path, size)
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
+        plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
         if unpacked > size:
             raise RefusedError(f"claims to hold {unpacked:,} bytes, but has only {size:,}")
         changed = archive.testzip() if checksums else None
@@ -92,6 +101,7 @@ def _check_archive(path: Path, names: set[str], checksums: bool) -> None:
     reader = torch._C.PyTorchFileReader(str(path))
     keys = {record.removeprefix("data/") for record in reader.get_all_records() if record.startswith("data/")}
     check_pickle(reader.get_record("data.pkl"), names, keys)
+    return plain
 
 
 def _check_end(path: Path, size: int) -> None:

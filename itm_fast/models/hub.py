@@ -51,7 +51,7 @@ class HubModel:
             save_directory: the folder. It is created if it is missing.
             run: the run directory of the model. The card then has its settings, validation and data fingerprints.
             results: measures for the card: the file that `itm-fast score --json` or `itm-fast evaluate --json` wrote,
-                or its content. Those of `score` include intervals.
+                or its content.
             repo_id: name of the repository, as `user/name`; by default the name of the folder.
             push_to_hub: also upload to the Hub, with the `options` of `push_to_hub`.
 

@@ -153,7 +153,8 @@ def _validation(best: Mapping[str, Any]) -> str:
 def _software() -> str:
     commit, changed = source_commit()
     source = "" if commit is None else f" (commit `{commit}`{', with uncommitted changes' if changed else ''})"
-    return f"itm_fast {__version__}{source}, torch {torch.__version__}, Python {platform.python_version()}."
+    others = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"This card was written with itm_fast {__version__}{source}, {others}."
 
 
 def _settings(run: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Inside: `Tracker`, `tracker_folders`, `trackers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +24,8 @@ _OTHERS: dict[str, type[WandbLog] | type[MlflowLog]] = {"wandb": WandbLog, "mlfl
 class Tracker(Protocol):
     """Takes the lines of a log."""
 
-    def start(self, lines: Iterable[Mapping[str, Any]], seconds: float) -> None:
-        """Begin with the `lines` of a log of `seconds` of training."""
+    def start(self, lines: Sequence[Mapping[str, Any]], seconds: float) -> None:
+        """Begin with the `lines` of a log of `seconds` of training; there are none if the run is new."""
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line."""

@@ -6,11 +6,12 @@ Inside: `WandbLog`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from itm_fast.files import atomic
+from itm_fast.training.tracker_run import keep_id, kept_id
 
 __all__ = ["WandbLog"]
 
@@ -18,7 +19,8 @@ __all__ = ["WandbLog"]
 class WandbLog:
     """Write a run of wandb into `RUN/wandb`; `online` sends it, too, as the environment variables of wandb say.
 
-    Each start is a new run of wandb with all lines of the log, because wandb takes no value of an earlier step back.
+    A resumed run has the id of its first start. Offline, each start writes a folder with all lines of the log. Online,
+    it adds the lines after the last step that the server has, because wandb takes no value of an earlier step back.
 
     Args:
         run: the run directory.
@@ -45,14 +47,18 @@ class WandbLog:
         self._wandb: Any = wandb
         self._run, self._settings, self._online = Path(run), dict(settings), online
         self._log: Any = None
+        self._first_step = 0
 
-    def start(self, lines: Iterable[Mapping[str, Any]], seconds: float) -> None:
-        """Start a run of wandb with `lines`, the content of the log so far."""
+    def start(self, lines: Sequence[Mapping[str, Any]], seconds: float) -> None:
+        """Start a run of wandb with `lines`, the content of the log so far, or continue the one that had them."""
+        folder = self._run / self.folder
         # wandb opens its files by itself; this refuses a link in place of the folder.
-        atomic.open_folder(self._run / self.folder, self._run).close()
+        atomic.open_folder(folder, self._run).close()
         mode = {} if self._online else {"mode": "offline"}
         self._log = self._wandb.init(
             project="itm_fast",
+            id=kept_id(folder) if lines else None,
+            resume="allow" if self._online else None,
             name=self._run.resolve().name,
             dir=str(self._run),
             config=self._settings,
@@ -61,11 +67,15 @@ class WandbLog:
                 x_disable_meta=True, x_disable_stats=True,
             ),
         )  # fmt: skip
+        keep_id(folder, self._log.id, self._run)
+        self._first_step = self._log.step
         for line in lines:
             self.write(line)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add the numbers of one line of the log, and the seconds of training until then."""
+        if line["step"] < self._first_step:
+            return
         numbers = {name: value for name, value in line.items() if name != "step" and not isinstance(value, str)}
         self._log.log({f"{line['kind']}/{name}": value for name, value in numbers.items()}, step=line["step"])
 

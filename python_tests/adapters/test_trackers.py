@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 from itm_fast.training.metrics_log import read_metrics
+from itm_fast.training.mlflow_log import MlflowLog
 from python_tests.helpers.runs import config, run
 
 Points = dict[str, list[tuple[int, float]]]
@@ -66,20 +67,42 @@ def test_mlflow_has_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
     run(attrs.evolve(settings, epochs=2), resume=True)
     client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow/mlflow.db", f"sqlite:///{tmp_path}/run/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("itm_fast")
-    last, first = client.search_runs([experiment.experiment_id], order_by=["attributes.end_time DESC"])
-    assert last.info.status == first.info.status == "FINISHED"
-    assert (last.data.params["epochs"], first.data.params["epochs"], last.info.run_name) == ("2", "1", "run")
+    (last,) = client.search_runs([experiment.experiment_id])
+    assert (last.info.status, last.info.run_name) == ("FINISHED", "run")
+    assert (last.data.params["epochs"], last.data.tags["epochs"]) == ("1", "2")
     wanted = expected(tmp_path / "run", {"step", "seconds"})
     assert [step for step, _ in wanted["train/loss"]] == [2, 4, 6, 8]
-    shown = {
-        name: [(one.step, one.value) for one in client.get_metric_history(last.info.run_id, name)] for name in wanted
-    }
-    assert shown == wanted
+
+    def shown() -> Points:
+        return {
+            name: [(one.step, one.value) for one in client.get_metric_history(last.info.run_id, name)]
+            for name in wanted
+        }
+
+    assert shown() == wanted
     assert last.data.metrics.keys() == wanted.keys()
     losses = client.get_metric_history(last.info.run_id, "train/loss")
     seconds = [line["seconds"] for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["kind"] == "train"]
     spent = [(one.timestamp - losses[0].timestamp) / 1000 for one in losses]
     assert spent == pytest.approx([second - seconds[0] for second in seconds], abs=2e-3)
+
+    # After a crash, training repeats lines that MLflow already has.
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    again = MlflowLog(tmp_path / "run", {"epochs": 2}, online=False)
+    again.start(lines[:2], 1.0)
+    for line in lines[2:]:
+        again.write(line)
+    again.close()
+    assert shown() == wanted
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+    # A run that MLflow lost starts again with all lines, and so does a new run in the same folder.
+    (tmp_path / "run/mlflow/run_id").write_text("0" * 32)
+    for first in (lines, []):
+        again.start(first, 1.0)
+        again.close()
+    others = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert [len(one.data.metrics) for one in others[:2]] == [0, len(wanted)]
+    assert len(others) == 3
 
 
 def test_mlflow_online_needs_an_address(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,19 +119,23 @@ def test_wandb_has_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
     out = tmp_path / "run"
-    run(config(data, out, tracker="wandb"))
-    wandb.teardown()  # Wait until the process of wandb has written its file, as the end of Python does.
-    (path,) = out.glob("wandb/offline-run-*/*.wandb")
+    settings = config(data, out, epochs=1, tracker="wandb")
+    for start, epochs in enumerate((1, 2)):
+        run(attrs.evolve(settings, epochs=epochs), resume=start > 0)
+        wandb.teardown()  # Wait until the process of wandb has written its file, as the end of Python does.
+    # Both starts are the same run of wandb; the second has all lines.
+    first, path = sorted(out.glob("wandb/offline-run-*/*.wandb"))
+    assert first.name == path.name == f"run-{(out / 'wandb/run_id').read_text().strip()}.wandb"
     shown: Points = {}
-    settings: dict[str, str] = {}
+    options: dict[str, str] = {}
     for record in map(Record.FromString, records(path.read_bytes())):
         if record.HasField("run"):
-            settings |= {update.key: update.value_json for update in record.run.config.update}
+            options |= {update.key: update.value_json for update in record.run.config.update}
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for name, value in items.items():
             if not name.startswith("_"):
                 shown.setdefault(name, []).append((items["_step"], value))
-    assert json.loads(settings["epochs"]) == 2
+    assert json.loads(options["epochs"]) == 2
     wanted = expected(out, {"step"})
     assert {name: len(points) for name, points in shown.items()} == {name: len(one) for name, one in wanted.items()}
     for name, points in wanted.items():

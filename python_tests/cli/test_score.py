@@ -213,6 +213,30 @@ def test_evaluate_takes_the_protocols(
     assert results[0] == results[1]
 
 
+def test_evaluate_and_its_model_card_have_the_intervals_of_the_scores(
+    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = PrecomputedDataset(data, "test", Vocabulary.from_file(trained / "vocab.json"))
+    np.save(tmp_path / "scores.npy", score_matrix(models.load(trained), dataset).numpy())
+    options = ["--folds", 2, "--bootstrap", 40, "--seed", 3, "--json", tmp_path / "r.json"]
+    run(tmp_path / "scores.npy", "--data", data, *options)
+    expected = json.loads((tmp_path / "r.json").read_text())["protocols"]["full"]["intervals"]
+    assert any(low < high for low, high in expected.values())
+    # With all items as candidates, the second model orders all of them.
+    for more in ([], ["--streaming"], ["--rerank", len(dataset), "--candidates", trained]):
+        command = ["evaluate", "--checkpoint", trained, "--data", data, *options, *more]
+        assert cli.run(list(map(str, command))) == 0
+        found = json.loads((tmp_path / "r.json").read_text())
+        assert found["bootstrap"] == {"samples": 40, "seed": 3}
+        assert found["intervals"] == pytest.approx({name: pytest.approx(ends) for name, ends in expected.items()})
+        low, high = expected["rsum"]
+        assert f"rsum {found['rsum']:.2f} {low:.2f} to {high:.2f}" in " ".join(capsys.readouterr().out.split())
+    models.load(trained).save_pretrained(tmp_path / "shared", results=tmp_path / "r.json")
+    assert f"| rsum | {found['rsum']:.2f} | {low:.2f} to {high:.2f} |" in (tmp_path / "shared/README.md").read_text()
+    assert cli.run(list(map(str, [*command, "--bootstrap", 0]))) == 0
+    assert "intervals" not in json.loads((tmp_path / "r.json").read_text())
+
+
 TRUTH = ["--image-ids", "images.txt", "--caption-ids", "captions.txt", "--ground-truth", "."]
 
 
@@ -229,7 +253,12 @@ def test_positives_in_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_truth(12, 60)
-    run(file, "--protocol", "eccv", *TRUTH, "--json", "r.json", "--bootstrap", 5, "--against", file)
+    run(
+        file, "--protocol", "eccv", *TRUTH, "--json", "r.json", "--bootstrap", 5, "--against", file,
+        "--rankings", "r.npz", "--top", 3,
+    )  # fmt: skip
+    with np.load("r.npz") as saved:  # The ranks of the own captions, as without --protocol.
+        assert np.array_equal(saved["full_best_captions"], np.argsort(-table())[:, :3])
     found = json.loads(Path("r.json").read_text())["protocols"]["eccv"]
     order = np.argsort(-table()[0]).tolist()
     ranks = sorted(order.index(caption) for caption in (0, 7))

@@ -97,7 +97,8 @@ def test_the_ensemble_ranks_by_the_mean_score(
     assert [Path(member["vocabulary"]).parent.name for member in result["members"]] == ["scan", "vsepp", "scan2"]
     assert "checkpoint" not in result
 
-    *vocabularies, protocol, header, columns, first, second, third, last = capsys.readouterr().out.splitlines()
+    table, intervals = capsys.readouterr().out.split("measure ")
+    *vocabularies, protocol, header, columns, first, second, third, last = table.splitlines()
     assert vocabularies == [f"vocabulary: {checkpoint / 'vocab.json'}" for checkpoint in runs]
     assert protocol == "test, 30 images"
     for line, name, summary in zip(
@@ -107,6 +108,9 @@ def test_the_ensemble_ranks_by_the_mean_score(
         shown = f"{summary['mean_distance']:8.2f}".replace("-0.00", " 0.00")
         assert line.endswith(f"{summary['rsum']:8.1f}{shown}")
     assert len({len(line) for line in (header, columns, first, last)}) == 1
+    low, high = result["intervals"]["rsum"]
+    assert low < result["rsum"] < high
+    assert " ".join(intervals.split()).endswith(f"rsum {result['rsum']:.2f} {low:.2f} to {high:.2f}")
 
 
 def test_folds_and_first_images(data: Path, runs: list[Path], tmp_path: Path) -> None:

@@ -161,11 +161,14 @@ def test_the_command(data: Path, runs: tuple[Path, Path], tmp_path: Path) -> Non
     assert lines[:3] == [
         f"vocabulary: {scan / 'vocab.json'}", f"vocabulary: {vsepp / 'vocab.json'}", "test, 10 images"
     ]  # fmt: skip
-    assert [line.split("  ")[0] for line in lines[5:]] == [f"{vsepp}, all", f"{scan}, first 3"]
+    assert [line.split("  ")[0] for line in lines[5:7]] == [f"{vsepp}, all", f"{scan}, first 3"]
     results = [json.loads((tmp_path / str(size)).read_text()) for size in (1, 2)]
     before = [result.pop("candidates") for result in results]
     for result in results:
         assert result.pop("seconds") > 0
+    intervals = [result.pop("intervals") for result in results]
+    assert {name: pytest.approx(ends) for name, ends in intervals[0].items()} == intervals[1]
+    assert [result.pop("bootstrap") for result in results] == [{"samples": 1000, "seed": 0}] * 2
     assert results[1] == pytest.approx(results[0])
     assert before[1] == pytest.approx(before[0])
     assert (results[0]["rerank"], results[0]["checkpoint"], before[0]["checkpoint"]) == (3, str(scan), str(vsepp))

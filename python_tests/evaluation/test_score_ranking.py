@@ -205,34 +205,58 @@ def test_what_is_suspicious() -> None:
     lost[3, [4, 9]] = np.nan
     lost[5, 1] = np.inf
     assert warnings_of(lost) == [
-        "2 scores are NaN, the first of image 3 and caption 4; they count as the lowest",
-        "1 scores are infinite",
+        "scores that are NaN: 2, the first of image 3 and caption 4; they count as the lowest",
+        "scores that are infinite: 1",
     ]
     constant = sound.copy()
     constant[7] = 0.5
     constant[:, 2] = 0.25
     assert warnings_of(constant)[:1] == [
-        "1 captions have the same score with all images, the first is caption 2: were all rows and columns filled?"
+        "captions that have the same score with all images: 1, the first is caption 2: were all rows and columns "
+        "filled?"
     ]
     constant = sound.copy()
     constant[[7, 9]] = 0.5
     assert warnings_of(constant) == [
-        "2 images have the same score with all captions, the first is image 7: were all rows and columns filled?"
+        "images that have the same score with all captions: 2, the first is image 7: were all rows and columns filled?"
     ]
     assert warnings_of(sound[:, ::5].copy(), torch.arange(12)) == [
-        "1 captions per image; the published data sets have 5"
+        "captions per image: 1; the published data sets have 5"
     ]
     # The first caption of all images comes before the second of any.
     rounds = sound.reshape(12, 12, 5).transpose(0, 2, 1).reshape(12, 60)
     assert warnings_of(rounds) == [
         "caption j scores higher with image j % 12 than with its own: are the captions in rounds, the first caption of "
-        "all images before the second of any? Then give the image of each caption"
+        "all images before the second of any? Then give the image of each caption. Or was a matrix of captions x "
+        "images reshaped in place of transposed?"
     ]
+    # Captions as rows, reshaped, look the same.
+    assert warnings_of(sound.T.copy().reshape(12, 60)) == warnings_of(rounds)
     (line,) = warnings_of(-sound)
     assert line.startswith("matching pairs score ")
     assert line.endswith(
         "lower than others on average: are these distances, or captions in another order than the images?"
     )
+    # Images in another order than their captions: as at random. Few captions may be so by chance.
+    many = random.standard_normal((120, 600))
+    owners = torch.arange(600) // 5
+    many[owners.numpy(), np.arange(600)] += 2
+    assert warnings_of(many, owners) == []
+    for size in (32, 64):
+        blocks = many.copy()
+        for row in range(0, 120 - size + 1, size):
+            for column in range(0, 600 - size + 1, size):
+                place = np.s_[row : row + size, column : column + size]
+                blocks[place] = many[place].T
+        assert warnings_of(blocks, owners) == [
+            f"with each block of {size} x {size} scores transposed, matching pairs score higher: were the scores of a "
+            "block stored as captions x images?"
+        ]
+    assert warnings_of(np.roll(many, 1, axis=0), owners) == [
+        "matching pairs score no higher than others on average: are the captions, or the numbers of their images, in "
+        "another order, or is the model not trained?"
+    ]
+    assert warnings_of(np.roll(sound, 1, axis=0)) == []
     rounded = (sound > 0).astype(float)
     own = [[rounded[image, 5 * image : 5 * image + 5].max() for image in range(12)], rounded[OWNERS, range(60)]]
     others = [

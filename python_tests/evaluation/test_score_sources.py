@@ -59,6 +59,13 @@ def test_foreign_byte_orders_and_layouts(tmp_path: Path, name: str, array: np.nd
 def test_matrices_on_disk_stay_there(tmp_path: Path) -> None:
     for name in ("s.npy", "s.npz"):
         assert isinstance(open_array(saved(tmp_path / name, matrix())), np.memmap)
+    for name in ("bare.pt", "s.pth"):
+        array = open_array(saved(tmp_path / name, matrix()))
+        assert isinstance(array, torch.Tensor)
+        if (maps := Path("/proc/self/maps")).exists():
+            assert str(tmp_path / name) in maps.read_text()
+    torch.save(torch.from_numpy(matrix()), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert open_matrix(tmp_path / "old.pt").source.tile(*ALL).tolist() == matrix("float64").tolist()
 
 
 def test_bfloat16_tensors(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ import yaml
 from huggingface_hub import ModelCard
 
 from itm_fast import models
+from itm_fast.files.environment import source_commit
 from itm_fast.models import hub
 from itm_fast.training.checkpoint import load_state
 from itm_fast.training.metrics_log import read_metrics
+from itm_fast.version import __version__
 from python_tests.helpers.processes import run_python
 
 FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
@@ -100,6 +102,8 @@ def test_a_model_goes_to_the_hub_and_comes_back_with_its_card(
     changed = {"data": Path(saved["data"]).name, "out": Path(saved["out"]).name}
     assert shown == {**saved, **changed}
     assert str(trained.parent) not in card.content
+    commit, _ = source_commit()
+    assert commit is None or f"This card was written with itm_fast {__version__} (commit `{commit}`" in card.text
 
 
 def test_a_local_folder_needs_neither_package_nor_network(

@@ -97,7 +97,7 @@ def test_measures_and_warnings_without_data(data: Path) -> None:
     table = scores()
     table[2, 3] = np.nan
     np.save(data / "one.npy", table)
-    with pytest.warns(UserWarning, match="1 scores are NaN"):
+    with pytest.warns(UserWarning, match="scores that are NaN: 1"):
         html, page, content = page_of(data, "--against", data / "two.npy", "--permutations", 9)
     result = content["protocols"]["full"]
     rows = [re.findall("<t[hd].*?>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", html)]

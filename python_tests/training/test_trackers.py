@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.trackers import tracker_folders
+from itm_fast.training.wandb_log import WandbLog
 from python_tests.helpers.commands import error, train_small
 
 
@@ -40,6 +42,56 @@ def test_only_trackers_with_a_server_go_online(
     expected = "tracker_online: expected the address of the MLflow server in MLFLOW_TRACKING_URI, which is not set"
     assert error(capsys, *words, "--tracker", "mlflow") == (1, expected)
     assert not (tmp_path / "run").exists()
+
+
+class Wandb:
+    """Stands in for wandb and its server: a run keeps its rows, and takes none of an earlier step."""
+
+    Settings = staticmethod(dict)
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.id = "abc123"
+
+    @property
+    def step(self) -> int:
+        return max((row["step"] for row in self.rows), default=-1) + 1
+
+    def init(self, **options: Any) -> Wandb:
+        self.calls.append(options)
+        return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        assert not self.rows or step >= self.rows[-1]["step"]
+        self.rows.append({"step": step, **numbers})
+
+    def finish(self) -> None:
+        pass
+
+
+def test_a_resumed_run_continues_that_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    lines = [{"kind": "train", "step": step, "loss": 1 / step} for step in (2, 4, 6, 8)]
+    rows = [{"step": line["step"], "train/loss": line["loss"]} for line in lines]
+    log = WandbLog(tmp_path, {}, online=True)
+    log.start([], 0.0)
+    for line in lines[:3]:
+        log.write(line)
+    # The last state was saved after step 4, and step 6 is repeated.
+    log = WandbLog(tmp_path, {}, online=True)
+    log.start(lines[:2], 1.0)
+    for line in lines[2:]:
+        log.write(line)
+    assert wandb.rows == rows
+    assert [(call["id"], call["resume"]) for call in wandb.calls] == [(None, "allow"), ("abc123", "allow")]
+    assert "mode" not in wandb.calls[1]["settings"]
+    # Another run in the same folder, and a damaged id, are new runs.
+    log.start([], 0.0)
+    (tmp_path / "wandb" / "run_id").write_text("../evil\n")
+    log.start(lines, 0.0)
+    assert [call["id"] for call in wandb.calls[2:]] == [None, None]
 
 
 def test_tensorboard_is_a_tracker_too(data: Path, tmp_path: Path) -> None:

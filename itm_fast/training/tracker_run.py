@@ -1,0 +1,35 @@
+"""The id of a tracker's run, kept beside its files so that a resumed run continues it.
+
+Inside: `RUN_ID`, `kept_id`, `keep_id`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from itm_fast.files import atomic, regular
+from itm_fast.files.documents import read_text
+
+__all__ = ["RUN_ID", "keep_id", "kept_id"]
+
+RUN_ID = "run_id"
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_BYTES = 100
+
+
+def kept_id(folder: Path) -> str | None:
+    """Return the id in the folder of a tracker; None if there is none, or none that a tracker gave."""
+    path = folder / RUN_ID
+    if not regular.is_file(path):
+        return None
+    try:
+        text = read_text(path, _MAX_BYTES).strip()
+    except ValueError:
+        return None
+    return text if _ID.fullmatch(text) else None
+
+
+def keep_id(folder: Path, found: str, run: Path) -> None:
+    """Write the id into the folder of a tracker in the directory `run`."""
+    atomic.write_text(folder / RUN_ID, f"{found}\n", run)
