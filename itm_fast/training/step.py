@@ -18,7 +18,12 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
+from itm_fast.training.diagnostics import (
+    embedding_diagnostics,
+    image_gradient_norm,
+    mining_diagnostics,
+    watched_embeddings,
+)
 from itm_fast.training.gradient_monitor import GradientMonitor
 from itm_fast.training.loss_rules import RIVALS, check_auxiliary
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
@@ -89,8 +94,8 @@ class Stepper:
         learning rate.
 
         All are those of the target. With anchors, the boosting loss, which is part of the loss, is returned too. With
-        `diagnose`, so are the `mining_diagnostics` of the scores and `image_gradient_norm` before clipping. A step that
-        does not change the target returns other numbers.
+        `diagnose`, so are the `mining_diagnostics` of the scores, `image_gradient_norm` before clipping and, in a
+        single process, the `embedding_diagnostics`. A step that does not change the target returns other numbers.
 
         Raises:
             ValueError: a loss or norm is not finite. No weight is changed in that case.
@@ -102,10 +107,16 @@ class Stepper:
             positives = images[:, None] == images[None, :]
         target = self.scenario.target
         after = target.after_backward if self.world.size > 1 else None
-        with image_gradient_norm(target.model, enabled=diagnose, after_backward=after) as diagnostics:
+        alone = diagnose and self.world.size == 1  # Other processes hold a part of the captions.
+        with (
+            image_gradient_norm(target.model, enabled=diagnose, after_backward=after) as diagnostics,
+            watched_embeddings(target.model, enabled=alone) as embeddings,
+        ):
             result = self.scenario.step(self._functions(batch, mining, positives), number)
         if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
+            if embeddings:
+                diagnostics |= embedding_diagnostics(result.scores, positives, *embeddings)
         found: list[str | None] = []
         if result.own_loss is not None and mining == "hardest" and self._is_triplet:
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
