@@ -5,9 +5,9 @@
 
 A row has an `item` of the paper, `what` it is, and `where` it is here: a public name of the package
 (`functional.triplet_loss`), `model NAME`, `loss NAME`, `importer NAME`, `recipe NAME`, `experiment NAME` or
-`experiment NAME: ROW`, `option --NAME` of `itm-fast train`, `setting MODEL.NAME`, or `page PATH` below docs/.
-`test` names files below python_tests/, or `file::test`. `note` says what differs. A row without `where` has
-`missing`, the reason.
+`experiment NAME: ROW` (`planned/NAME` for a list without results), `option --NAME` of `itm-fast train`, `setting
+MODEL.NAME`, `benchmark NAME`, a script of benchmarks/, or `page PATH` below docs/. `test` names files below
+python_tests/, or `file::test`. `note` says what differs. A row without `where` has `missing`, the reason.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _exists(place: str) -> bool:
         "importer": lambda: name in SOURCES,
         "recipe": lambda: (ROOT / "itm_fast" / "recipes" / f"{name}.yaml").is_file(),
         "option": lambda: name in _options(),
+        "benchmark": lambda: (ROOT / "benchmarks" / f"{name}.py").is_file(),
         "page": lambda: (ROOT / "docs" / name).is_file(),
     }
     return kind in known and known[kind]()
@@ -148,7 +149,8 @@ def page() -> str:
         "page from `tools/papers/`, and a test checks that every name exists.",
         "",
         f"{len(rows)} rows, {missing} of them missing. Tables of results on Flickr30K and MS-COCO have recipes; the "
-        "data are not part of the project, so its experiments use the bundled pictures.",
+        "data are not part of the project, so its experiments use the bundled pictures. Experiments named planned/ are "
+        "lists that `python -m benchmarks.experiments` runs and that have no results yet.",
     ]
     return "\n".join([*head, *(f"\n{section(paper)}" for paper in papers.values())]) + "\n"
 

@@ -17,8 +17,8 @@ An experiment is a YAML file with these keys:
 - `claims`: each a `text` that a `row` is better than another one (`over`), by the sum of recalls or another measure
   (`of`: mean_distance, i2t_r1, t2i_r1). The table compares them seed by seed.
 - `equal`: pairs of rows whose results must agree in every digit.
-- `ensembles`: each with a `name`, a `row` and `seeds` of it. The mean scores of these runs are evaluated as a separate
-  row once all runs are done.
+- `ensembles`: each with a `name`, a `row` and `seeds` of it, or several `rows` and a `seed` (default: 0). The mean
+  scores of these runs are evaluated as a separate row once all runs are done.
 - `figures`: each with a `file` (SVG, for docs/images), a `text` that describes it, `rows`, optionally a
   `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
 

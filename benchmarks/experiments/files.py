@@ -90,7 +90,7 @@ class Claim:
 
 @attrs.frozen
 class Ensemble:
-    """The mean scores of several runs of one row, as a row of the table."""
+    """The mean scores of several runs, of one row or of several, as a row of the table."""
 
     name: str
     members: list[Run]

@@ -37,6 +37,7 @@ _ROW_KEYS = {"name": str, "train": dict, "seeds": list, "anchor_row": str, "grid
 _GRID_KEYS = {"seed": int, "choices": dict}
 _CLAIM_KEYS = {"text": str, "row": str, "over": str, "of": str}
 _ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
+_ENSEMBLE_OF_ROWS = {"name": str, "rows": list, "seed": int}
 _FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
 _SHOWN = ("training", "scores")  # What a figure can show of its rows.
 
@@ -108,6 +109,8 @@ def _pair(pair: Any, rows: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
+    if isinstance(entry, dict) and "rows" in entry:
+        return _ensemble_of_rows(entry, rows)
     content = _checked(entry, _ENSEMBLE_KEYS, "setting of an ensemble", tuple(_ENSEMBLE_KEYS))
     known = {run.seed: run for run in rows.get(content["row"], [])}
     seeds = content["seeds"]
@@ -117,6 +120,17 @@ def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
             f"got {shown(seeds)}"
         )
     return Ensemble(content["name"], [known[seed] for seed in seeds])
+
+
+def _ensemble_of_rows(entry: dict[str, Any], rows: Mapping[str, list[Run]]) -> Ensemble:
+    content = _checked(entry, _ENSEMBLE_OF_ROWS, "setting of an ensemble of rows", ("name", "rows"))
+    names, seed = content["rows"], content.get("seed", 0)
+    known = {name: run for name, runs in rows.items() for run in runs if run.seed == seed}
+    if len(names) < 2 or len(set(map(str, names))) != len(names) or not all(name in known for name in names):
+        raise ValueError(
+            f"rows of {shown(content['name'])}: expected several rows with seed {seed}, got {shown(names)}"
+        )
+    return Ensemble(content["name"], [known[name] for name in names])
 
 
 def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:

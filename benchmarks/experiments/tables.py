@@ -51,7 +51,8 @@ def table(experiment: Experiment, results: Path) -> str:
     for ensemble in experiment.ensembles:
         result = ensemble_result(experiment, ensemble, results)
         cells = [_NOT_RUN] * 5 if result is None else _statistics([result["test"]])
-        cells[1] = f"seeds {', '.join(str(run.seed) for run in ensemble.members)}"
+        seeds_of = {run.seed for run in ensemble.members}
+        cells[1] = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, sorted(seeds_of)))}"
         lines.append(f"| {ensemble.name} | {' | '.join([*([''] * len(seeds)), *cells, '', ''])} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
     meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"

@@ -17,9 +17,12 @@ __all__ = ["as_metrics", "as_text", "score_histogram", "training_curves"]
 
 # Logged values to keep, by the kind of line.
 _CURVES = {
-    "train": ("step", "loss", "image_grad_norm", "hardest_gap", "i2t_hardest_share", "t2i_hardest_share"),
+    "train": (
+        "step", "loss", "image_grad_norm", "hardest_gap", "i2t_hardest_share", "t2i_hardest_share",
+        "hardest_distance", "image_cosine", "caption_cosine",
+    ),
     "validation": ("step", "rsum", "mean_distance"),
-}
+}  # fmt: skip
 _BIN_WIDTH, _MAX_BINS = 0.02, 400
 
 

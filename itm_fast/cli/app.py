@@ -29,6 +29,7 @@ from itm_fast.cli.recipes import recipes
 from itm_fast.cli.score import score
 from itm_fast.cli.search import search
 from itm_fast.cli.serve import serve
+from itm_fast.cli.speech import speech
 from itm_fast.cli.train import TrainCommand, train
 from itm_fast.distributed.launch import launched
 from itm_fast.distributed.world import joined_before
@@ -46,7 +47,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, models, evaluate, score, search, serve, explain, curves, realign, convert, bench):
+_COMMANDS: Any = (
+    demo, train, recipes, models, evaluate, score, search, serve, explain, speech, curves, realign, convert, bench,
+)  # fmt: skip
+for command in _COMMANDS:
     app.command(cls=TrainCommand if command is train else Command)(command)
 data.app.command("import", cls=Command)(data_import.import_command)
 app.add_typer(data.app, name="data")

@@ -24,8 +24,8 @@ def curves(
     """Plot training curves of several runs: loss, recall, learning rate, gradient norm and negative mining.
 
     The curves are the loss, rsum on the validation split, the learning rate, the gradient norm of the first image
-    layer, the score gap between positives and hardest negatives, and the share of anchors that use their hardest
-    negative. Curves that no log has are left out.
+    layer, the score gap between positives and hardest negatives, the distance of their embeddings, the mean cosine
+    within each modality, and the share of anchors that use their hardest negative. Curves that no log has are left out.
     """
     from itm_fast.files import atomic, regular
     from itm_fast.files.run_files import METRICS

@@ -15,6 +15,7 @@ from itm_fast.data.loading import BatchLoader, EpochSampler
 from itm_fast.data.pack import pack
 from itm_fast.data.picture_lookup import picture_of, whole_picture_of
 from itm_fast.data.precomputed import PrecomputedDataset
+from itm_fast.data.speech_tags import nltk_speech_tags, read_speech_tags
 from itm_fast.data.store import StoreDataset, check_data, open_split
 from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.data.tokenization import tokenize
@@ -38,9 +39,11 @@ __all__ = [
     "check_data",
     "find_vocabulary",
     "load_vocabulary",
+    "nltk_speech_tags",
     "open_split",
     "pack",
     "picture_of",
+    "read_speech_tags",
     "tokenize",
     "whole_picture_of",
 ]

@@ -57,8 +57,20 @@ class Batch:
         """
         return Batch(*(part.pin_memory() if part.device.type == "cpu" else part for part in self._parts()))
 
+    def repeated(self, times: int) -> Batch:
+        """Return each item `times` times, side by side."""
+        items = torch.arange(len(self)).repeat_interleave(times)
+        return Batch(*(_items_of(part, items) for part in self._parts()))
+
     def _parts(self) -> tuple[Any, ...]:
         return self.features, self.token_ids, self.lengths, self.image_index, self.caption_index
+
+
+def _items_of(part: Any, items: Tensor) -> Any:
+    if isinstance(part, TaggedImages):
+        tags = (tensor[items.to(tensor.device)] for tensor in (part.tag_ids, part.tag_lengths))
+        return TaggedImages(_items_of(part.regions, items), *tags)
+    return part.index_select(items) if isinstance(part, Fragments) else part[items.to(part.device)]
 
 
 class CaptionDataset:

@@ -2,7 +2,7 @@
 
 `open_matrix`, `open_embeddings` and `score_protocol` evaluate scores of any repository; `intervals` and `compare` give
 the uncertainty of their measures. `word_attention` returns the attention of words over regions, `explain` all
-intermediate results of one pair.
+intermediate results of one pair, `speech_statistics` attention by part of speech.
 """
 
 from itm_fast.evaluation.attention import word_attention
@@ -17,6 +17,7 @@ from itm_fast.evaluation.reranking import rerank
 from itm_fast.evaluation.score_protocols import Scored, score_protocol
 from itm_fast.evaluation.score_sources import EmbeddingScores, MatrixScores, ScoreSource
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
+from itm_fast.evaluation.speech import SpeechStatistics, speech_statistics, wasserstein_distance
 from itm_fast.evaluation.streaming import stream_ranks, top_k
 from itm_fast.evaluation.table import measure_table, recall_table
 
@@ -33,6 +34,7 @@ __all__ = [
     "ScoreSource",
     "Scored",
     "Scorer",
+    "SpeechStatistics",
     "compare",
     "evaluate",
     "evaluate_ensemble",
@@ -47,7 +49,9 @@ __all__ = [
     "rerank",
     "score_matrix",
     "score_protocol",
+    "speech_statistics",
     "stream_ranks",
     "top_k",
+    "wasserstein_distance",
     "word_attention",
 ]

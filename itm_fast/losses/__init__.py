@@ -12,6 +12,7 @@ from itm_fast.losses.polynomial_loss import PolynomialLoss
 from itm_fast.losses.quintuplet_loss import QuintupletLoss
 from itm_fast.losses.realignment_loss import RealignmentLoss
 from itm_fast.losses.registry import names, register
+from itm_fast.losses.self_expanding_loss import SelfExpandingLoss
 from itm_fast.losses.triplet_loss import TripletLoss
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "QuintupletLoss",
     "RKDLoss",
     "RealignmentLoss",
+    "SelfExpandingLoss",
     "SigLIPLoss",
     "SoftRankLoss",
     "TripletLoss",

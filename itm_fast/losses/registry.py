@@ -52,7 +52,8 @@ def register(name: str, *, mining: tuple[str, ...] | None = None) -> Callable[[L
     The constructor gets those settings of the run that it has a parameter for: `margin`, `mining`, `epsilon`,
     `selective_divisor`, `halve`, `scale` and `reduction` ("sum" or "mean"). Its other parameters need a default; the
     setting `loss_options` (`--loss-option NAME=VALUE`) changes them. Parameters of the module are trained with the
-    model, without weight decay.
+    model, without weight decay. If the module has an attribute `copies`, training repeats each pair of a batch this
+    often, side by side, before it augments the batch.
 
     Args:
         name: what `--loss` takes.

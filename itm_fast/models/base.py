@@ -197,6 +197,10 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
         """Return the model's own loss of the last batch, with its graph, and forget it; None if there is none."""
         return None
 
+    def auxiliary_factor(self, epoch: int) -> float:
+        """Return the factor of the model's own loss in an epoch, counted from 0."""
+        return 1.0
+
     def beside_bert(self) -> dict[str, nn.Module]:
         """Return modules whose weights the folder of a pretrained BERT may contain, by their names there."""
         return {}

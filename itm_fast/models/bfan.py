@@ -1,6 +1,12 @@
-"""BFAN: bidirectional focal attention (Liu et al., ACM MM 2019), with RCAR's regulators or without."""
+"""BFAN: bidirectional focal attention (Liu et al., ACM MM 2019), with RCAR's regulators or without.
+
+Deep Boosting Learning uses it "with equal attention and similarity representation": `similarity: vector` scores each
+direction as its baseline (its Eq 2) and adds the scores.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -33,6 +39,12 @@ class BFANConfig(RegulatedConfig):
         help="Reassignment of attention: equal weights for all contexts (equal), or their attention weights (prob).",
         choices=("equal", "prob"),
     )
+    similarity: str = setting(
+        "cosine",
+        help="Score of a direction without a regulator: the mean cosine (cosine), or the mean alignment by a learned "
+        "layer, as Deep Boosting Learning's baseline (vector).",
+        choices=("cosine", "vector"),
+    )
     temperature: float = setting(20.0, help="Inverse temperature of the softmax, in both directions.")
     negative_slope: float = setting(0.1, help="Slope of the clip below zero.")
 
@@ -53,15 +65,28 @@ class BFAN(FragmentModel):
             config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm
         )
         steps_of(config)
+        if config.similarity == "vector" and config.regulator is not None:
+            raise ValueError(f"similarity: vector goes without a regulator, got {config.regulator}")
         self.text_to_image = self._similarity()
         self.image_to_text = self._similarity()
 
     def _similarity(self) -> CrossAttentionScores | RegulatedSimilarity:
-        options = {
+        options: dict[str, Any] = {
             "temperature": self.config.temperature,
             "negative_slope": self.config.negative_slope,
             "focal": self.config.focal,
         }
+        if self.config.similarity == "vector":
+            return RegulatedSimilarity(
+                self.config.embed_dim,
+                self.config.alignment_dim,
+                correspondence_steps=0,
+                aggregation_steps=0,
+                score_mean=True,
+                activation="tanh",
+                normalize_mean=True,
+                **options,
+            )
         return (
             CrossAttentionScores(**options)
             if self.config.regulator is None

@@ -25,6 +25,11 @@ class DBLConfig(BertEncoderConfig):
     alignment_dim: int = setting(256, help="Width of the alignment vectors.", minimum=1)
     temperature: float = setting(9.0, help="Inverse temperature of the softmax over regions.")
     negative_slope: float = setting(0.1, help="Slope of the clip below zero; the paper's [x]+ has slope 0.")
+    normalize_attended: bool = setting(
+        True,
+        help="L2-normalise the attended vectors before the alignment, as in the authors' code but not in the paper, "
+        "whose form runs in PyTorch.",
+    )
     normalize_mean: bool = setting(
         True, help="L2-normalise the mean alignment before scoring, as in the authors' code but not in the paper."
     )
@@ -60,6 +65,7 @@ class DBL(FragmentModel):
             negative_slope=config.negative_slope,
             activation="tanh",
             normalize_mean=config.normalize_mean,
+            normalize_attended=config.normalize_attended,
         )
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:

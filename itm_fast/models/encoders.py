@@ -42,6 +42,7 @@ _IMAGE_ENCODERS: dict[str, Callable[..., nn.Module]] = {
     "mlp": partial(ResidualImageEncoder, projected=True, residual=False),
     "patches": PatchEncoder,
 }
+_WITH_NORMS = ("residual", "projected_residual", "mlp")
 
 
 @attrs.frozen(kw_only=True)
@@ -55,6 +56,13 @@ class ImageEncoderConfig:
         "the features (residual) or on the projected features (projected_residual) added, or after it (mlp); a "
         "small convolutional network over raw patches; or a vision model (backbone).",
         choices=(*_IMAGE_ENCODERS, "backbone"),
+    )
+    image_norms: int = setting(
+        1,
+        help="Batch normalisations in the perceptron of residual, projected_residual and mlp: 1 behind the hidden "
+        "layer, as in official code; 2 also behind the output, as Figure 9 of RVSE++ draws.",
+        minimum=1,
+        maximum=2,
     )
     image_backbone: Mapping[str, Any] = setting(
         factory=dict,
@@ -106,6 +114,10 @@ def make_image_encoder(config: EncoderConfig, *, no_imgnorm: bool) -> nn.Module:
 
 def image_encoder_of_width(config: ImageEncoderConfig, embed_dim: int, *, no_imgnorm: bool) -> nn.Module:
     """Create the image encoder with embeddings of width `embed_dim`; see `make_image_encoder`."""
+    if config.image_norms != 1 and config.image_encoder not in _WITH_NORMS:
+        raise ValueError(
+            f"image_norms: goes with the image_encoder {' or '.join(_WITH_NORMS)}, not {config.image_encoder}"
+        )
     if config.image_encoder == "backbone":
         return BackboneEncoder(
             config.feature_dim,
@@ -117,7 +129,8 @@ def image_encoder_of_width(config: ImageEncoderConfig, embed_dim: int, *, no_img
     if config.image_backbone or config.image_class_token:
         name = "image_backbone" if config.image_backbone else "image_class_token"
         raise ValueError(f"{name}: expected only with image_encoder backbone, got {config.image_encoder}")
-    return _IMAGE_ENCODERS[config.image_encoder](config.feature_dim, embed_dim, no_imgnorm=no_imgnorm)
+    norms = {"norms": config.image_norms} if config.image_encoder in _WITH_NORMS else {}
+    return _IMAGE_ENCODERS[config.image_encoder](config.feature_dim, embed_dim, no_imgnorm=no_imgnorm, **norms)
 
 
 def make_text_encoder(config: EncoderConfig, *, bidirectional: bool = True, no_txtnorm: bool) -> TextEncoder:

@@ -1,8 +1,9 @@
 """ESA: external space attention aggregation (Zhu et al., IEEE TCSVT 2023).
 
 "ESA: External Space Attention Aggregation for Image-Text Retrieval": the encoders of VSE-infinity with another pooling.
-The published self-expanding loss, for which each image and each caption of a batch is augmented twice, is left out, and
-so is the dropout on the word embeddings behind BERT.
+Its self-expanding loss is `--loss self_expanding`. The published code drops regions behind the image encoder, so that
+its batch normalisation sees each region once; here the encoder sees both copies. The published dropout on the word
+embeddings behind BERT is left out.
 """
 
 from __future__ import annotations

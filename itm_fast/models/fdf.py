@@ -73,6 +73,8 @@ class FDF(FragmentModel):
         for name in ("no_imgnorm", "no_txtnorm"):
             if getattr(of_host, name):
                 raise ValueError(f"{name}: feature conversions are l2-normalised, and take no true")
+        if getattr(of_host, "image_norms", 1) != 1:
+            raise ValueError(f"image_norms: expected 1 with feature conversions, got {of_host.image_norms}")
         for name in ("image_pooling", "text_pooling") if pooled else ():
             if getattr(of_host, name) not in ("mean", "gpo"):
                 found = getattr(of_host, name)

@@ -2,8 +2,8 @@
 
 "Learning Fragment Self-Attention Embeddings for Image-Text Matching". The sizes of the layer over regions are those of
 BERT: a head per 64 channels, and a perceptron of four times the width. The official code reads them from a file. It
-also adds an angular loss, which falls to a hundredth of its weight within ten epochs, and a penalty on the norms of the
-image encoder's weights. Both are left out here.
+also adds an angular loss (`angular_weight`), which falls by 10 every five epochs and ends after 21, and a penalty on
+the norms of the image encoder's weights. The penalty is left out here; `--weight-decay` has the same purpose.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import BertEncoderConfig, make_bert_encoder, make_image_encoder, make_text_encoder
 from itm_fast.nn import (
+    AngularLoss,
     BertTextEncoder,
     PhrasePooling,
     SelfAttentionLayer,
@@ -46,9 +47,19 @@ class SAEMConfig(BertEncoderConfig):
     phrase_channels: int = setting(
         512, help="Channels of each convolution over phrases of 1, 2 and 3 words.", minimum=1
     )
+    angular_weight: float = setting(
+        0.0,
+        help="Weight of the angular loss in the first five epochs; it falls by 10 every five and ends after 21. "
+        "The authors' code takes 0.5.",
+        minimum=0,
+    )
     phrase_dropout: float = setting(
         0.1, help="Dropout during training on the maxima of the convolutions.", minimum=0, below=1
     )
+
+
+# Of the weight of the angular loss, in epochs.
+_DECAY_EVERY, _LAST_EPOCH = 5, 20
 
 
 @register
@@ -91,6 +102,10 @@ class SAEM(MatchingModel):
             channels=config.phrase_channels,
             dropout=config.phrase_dropout,
         )
+        if config.angular_weight and (config.no_imgnorm or config.no_txtnorm):
+            raise ValueError("angular_weight: needs l2-normalised embeddings, without no_imgnorm and no_txtnorm")
+        self.angular = AngularLoss()
+        self._auxiliary: Tensor | None = None
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
         """Encode region features (n, k, f), or Fragments of rows (N, f), as (n, d); zero for one without regions."""
@@ -101,6 +116,30 @@ class SAEM(MatchingModel):
         """Encode padded token ids (n, L) int64 and lengths (n,) as (n, d); a caption without words becomes zero."""
         captions = self.phrases(self.text_encoder(token_ids, lengths))
         return captions if self.config.no_txtnorm else l2norm(captions)
+
+    @property
+    def auxiliary_setting(self) -> str | None:
+        """Return "angular_weight" if the angular loss is added."""
+        return "angular_weight" if self.config.angular_weight else None
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """Return the weighted angular loss of the last batch, and forget it."""
+        loss, self._auxiliary = self._auxiliary, None
+        return loss
+
+    def auxiliary_factor(self, epoch: int) -> float:
+        """Return the decay of the angular loss."""
+        return 0.1 ** (epoch // _DECAY_EVERY) if epoch <= _LAST_EPOCH else 0.0
+
+    def forward(
+        self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
+    ) -> Tensor:
+        """Score all images with all captions, as `MatchingModel.forward`; in training also keep the angular loss."""
+        images, captions = self.encode(features, token_ids, lengths, micro_batch)
+        if self.training and self.config.angular_weight:
+            self._auxiliary = self.config.angular_weight * self.angular(images, captions)
+        scores: Tensor = self.score(images, captions)
+        return scores
 
     @property
     def scores_within_one(self) -> bool:

@@ -1,5 +1,6 @@
 """Building blocks as modules: encoders, normalisation, pooling, attention and its regulators."""
 
+from itm_fast.nn.angular_loss import AngularLoss
 from itm_fast.nn.attention import CrossAttentionScores
 from itm_fast.nn.attention_peak import AttentionPeak
 from itm_fast.nn.backbone_encoder import BackboneEncoder
@@ -35,6 +36,7 @@ from itm_fast.nn.similarity import inner_products
 from itm_fast.nn.text_encoder import TextEncoder
 
 __all__ = [
+    "AngularLoss",
     "AttentionPeak",
     "BackboneEncoder",
     "BertTextEncoder",

@@ -49,6 +49,7 @@ class RegulatedSimilarity(nn.Module):
         residual_aggregation: as in the regulators.
         activation: of the score, "sigmoid" or "tanh".
         normalize_mean: l2-normalise the mean alignment before scoring it.
+        normalize_attended: l2-normalise attended vectors before the alignment. Not in the form "paper".
         form: "code" (authors' code) or "paper". The paper normalises neither attended vectors in Eq 7 nor the output of
             RAR in Eq 16, and has no biases in Eq 7 and 18; these then stay zero. It runs in PyTorch.
 
@@ -73,6 +74,7 @@ class RegulatedSimilarity(nn.Module):
         residual_aggregation: bool = False,
         activation: str = "sigmoid",
         normalize_mean: bool = False,
+        normalize_attended: bool = True,
         form: str = "code",
     ) -> None:
         super().__init__()
@@ -99,6 +101,7 @@ class RegulatedSimilarity(nn.Module):
         self.temperature, self.negative_slope, self.focal = temperature, negative_slope, focal
         self.dropout, self.schedule, self.factors = dropout, schedule, factors
         self.activation, self.normalize_mean, self.form = activation, normalize_mean, form
+        self.normalize_attended = normalize_attended and form == "code"
         aligned = correspondence_steps + 1 if scored else correspondence_steps * (factors == "alignment")
         self.alignments = nn.ModuleList(linear_layer(embed_dim, alignment_dim) for _ in range(aligned))
         self.correspondence = RecurrentCorrespondenceRegulator(
@@ -137,7 +140,7 @@ class RegulatedSimilarity(nn.Module):
             residual_aggregation=self.aggregation.residual,
             correspondence_input="query" if self.factors == "query" else "alignment",
             initial_factors=factors,
-            normalize_attended=self.form == "code",
+            normalize_attended=self.normalize_attended,
             normalize_guidance=self.form == "code",
         )
 

@@ -19,14 +19,15 @@ class ResidualImageEncoder(nn.Module):
     al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021), and RCAR. RVSE++ applies it
     to the projected features, `fc(x) + MLP(fc(x))`, and its baseline VSE (MLP) has no sum, `MLP(fc(x))` (Li et al.,
     "Selectively Hard Negative Mining for Alleviating Gradient Vanishing in Image-Text Matching", Figure 2). Appendix A
-    of RVSE++ counts two batch normalisations. Its official code creates the second one, after the last layer, but never
-    calls it, so it is left out here. Padding does not enter the statistics of the batch normalisation.
+    of RVSE++ counts two batch normalisations. Its official code creates the second one for the output of the last layer
+    but never calls it: `norms` chooses. Padding does not enter the statistics of the batch normalisation.
 
     Args:
         feature_dim: width f of the region features.
         embed_dim: width d of the embeddings.
         projected: the input of the perceptron is `fc(x)` (RVSE++) instead of `x`.
         residual: False leaves out the sum: the perceptron's output is the embedding (VSE (MLP)).
+        norms: 1, as coded; 2 also normalises the output of the perceptron over the batch, as the paper draws it.
         no_imgnorm: leave the l2 normalisation out.
     """
 
@@ -37,11 +38,14 @@ class ResidualImageEncoder(nn.Module):
         *,
         projected: bool = False,
         residual: bool = True,
+        norms: int = 1,
         no_imgnorm: bool = False,
     ) -> None:
         super().__init__()
         if not (projected or residual):
             raise ValueError("residual: expected True where the perceptron sees the features; fc(x) is lost otherwise")
+        if norms not in (1, 2):
+            raise ValueError(f"norms: expected 1 or 2, got {norms}")
         self.projected, self.residual, self.no_imgnorm = projected, residual, no_imgnorm
         hidden = max(embed_dim // 2, 1)
         self.fc = linear_layer(feature_dim, embed_dim)
@@ -50,6 +54,7 @@ class ResidualImageEncoder(nn.Module):
             RowNorm(hidden),
             nn.ReLU(),
             nn.Linear(hidden, embed_dim),
+            *([RowNorm(embed_dim)] if norms == 2 else []),
         )
 
     def forward(self, features: Tensor | Fragments) -> Fragments:

@@ -51,6 +51,8 @@ _PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Learning rate", "rate", "train", ("lr",)),
     ("Gradient of first image layer", "norm", "train", ("image_grad_norm",)),
     ("Gap to the hardest negative", "mean score difference", "train", ("hardest_gap",)),
+    ("Distance to the hardest negative", "mean distance", "train", ("hardest_distance",)),
+    ("Cosine within images and captions", "mean cosine", "train", ("image_cosine", "caption_cosine")),
     (
         "Anchors with hardest negative",
         "share in percent",
@@ -67,7 +69,7 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
 
     A panel is left out if no run has its numbers, or if all are 0, such as the shares of hardest negatives of a loss
     over all negatives. The loss is that of the last kind of negatives: sums over other negatives, as in a warm-up, are
-    not comparable. Shares are the mean of both directions.
+    not comparable. Shares are the mean of both directions, cosines that of both modalities.
 
     Args:
         path: figure to write, atomically; the suffix, one of `SUFFIXES`, selects the format.
@@ -157,7 +159,7 @@ def _draw(axes: Axes, title: str, label: str, kind: str, keys: tuple[str, ...], 
     axes.set_ylabel(label)
     axes.set_xlim(left=0)
     if not logarithmic:
-        axes.set_ylim(bottom=0, top=100 if factor == 100 else None)
+        axes.set_ylim(bottom=min([0.0, *lowest]), top=100 if factor == 100 else None)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     axes.tick_params(length=0)
 

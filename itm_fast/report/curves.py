@@ -78,7 +78,8 @@ def curves_svg(metrics: Sequence[Line]) -> list[tuple[str, str]]:
 
     The curves are the loss, the sum of recalls on the validation split, and the diagnostics of SelHN and RVSE++
     (Figures 3, 5 and 7): the gradient norm of the first image layer, the score gap between the hardest negatives and
-    the positives, and, for selective mining, the share of anchors that use their hardest negative.
+    the positives, the distance of their embeddings, the mean cosine within each modality, and, for selective mining,
+    the share of anchors that use their hardest negative.
 
     Args:
         metrics: lines of the run's log.
@@ -105,10 +106,14 @@ def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
     for name, title, label in (
         ("image_grad_norm", "Gradient of the first image layer", "norm of the gradient"),
         ("hardest_gap", "Gap to the hardest negative", "mean score difference"),
+        ("hardest_distance", "Distance to the hardest negative", "mean distance"),
     ):
         points = _points(train, name)
         if points:
             yield _Curve(title, {"": points}, "step", label)
+    cosines = {"images": _points(train, "image_cosine"), "captions": _points(train, "caption_cosine")}
+    if all(cosines.values()):
+        yield _Curve("Cosine of different items", cosines, "step", "mean cosine")
     selecting = [line for line in train if line.get("mining") in _SELECTING]
     shares = {
         direction: [(step, 100 * share) for step, share in _points(selecting, name)]
@@ -145,7 +150,8 @@ def _plot(curve: _Curve) -> str:
         axes.set_xlabel(curve.x_label)
         axes.set_ylabel(curve.y_label, labelpad=8)
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0, top=curve.top)
+        lowest = min(value for points in curve.lines.values() for _, value in points)
+        axes.set_ylim(bottom=min(0, lowest), top=curve.top)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
         axes.tick_params(length=0)
         if len(curve.lines) > 1:

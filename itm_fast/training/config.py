@@ -216,12 +216,15 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss: triplet, polynomial, clipped_sct, bce, cmpm, infonce, siglip, matching_bce, or a registered one.",
+        help="Loss: triplet, self_expanding, polynomial, clipped_sct, bce, cmpm, infonce, siglip, matching_bce, or a "
+        "registered one.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
     )
-    margin: float = setting(0.2, group=LOSS, minimum=0, help="Margin of the triplet and polynomial losses.")
+    margin: float = setting(
+        0.2, group=LOSS, minimum=0, help="Margin of the triplet, self_expanding and polynomial losses."
+    )
     mining: str = setting(
         "hardest",
         group=LOSS,
@@ -387,6 +390,13 @@ class TrainConfig:
         group=ADDR,
         help="Alternate between discriminators and model after each epoch (paper) or after each step.",
         choices=("epoch", "step"),
+    )
+    discriminator_captions: str = setting(
+        "pair",
+        group=ADDR,
+        help="Captions beside an image in a step of the discriminators: that of the pair (pair), or all captions of "
+        "the image (image), each image once, as section V of the paper says.",
+        choices=("pair", "image"),
     )
     discriminator_lr: float | None = setting(
         None, group=ADDR, above=0, help="Learning rate of the discriminators; default: --lr."

@@ -1,6 +1,6 @@
 """Diagnostics of SelHN and RVSE++: vanishing gradients, and the negatives that a loss uses.
 
-Inside: `mining_diagnostics`, `image_gradient_norm`.
+Inside: `mining_diagnostics`, `image_gradient_norm`; `watched_embeddings`, `embedding_diagnostics`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import itm_fast.functional as F_itm
+from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
+from itm_fast.models.fragment_model import Encoded
+from itm_fast.nn import l2norm, mean_pool
 
-__all__ = ["image_gradient_norm", "mining_diagnostics"]
+__all__ = ["embedding_diagnostics", "image_gradient_norm", "mining_diagnostics", "watched_embeddings"]
 
 
 def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, epsilon: float) -> dict[str, float]:
@@ -96,3 +100,80 @@ def image_gradient_norm(
         yield found
     if norms and math.isfinite(norm := float(norms[-1])):
         found["image_grad_norm"] = norm
+
+
+@contextlib.contextmanager
+def watched_embeddings(model: MatchingModel, *, enabled: bool = True) -> Iterator[list[Any]]:
+    """Keep what a model encodes first in a block: the yielded list becomes [images, captions], with their graphs.
+
+    It stays empty if the model encodes nothing by `encode` or `encode_fragments`, or if not `enabled`.
+    """
+    found: list[Any] = []
+    if not enabled:
+        yield found
+        return
+
+    def watching(encode: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            encoded = encode(*arguments, **options)
+            if not found:
+                found.extend((encoded.images, encoded.captions) if isinstance(encoded, Encoded) else encoded)
+            return encoded
+
+        return watched
+
+    # On the instance, not as hooks: training computes scores and loss in one call only if no hook waits.
+    names = [name for name in ("encode", "encode_fragments") if hasattr(model, name)]
+    for name in names:
+        setattr(model, name, watching(getattr(model, name)))
+    try:
+        yield found
+    finally:
+        for name in names:
+            delattr(model, name)
+
+
+@torch.no_grad()
+def embedding_diagnostics(scores: Tensor, positives: Tensor | None, images: Any, captions: Any) -> dict[str, float]:
+    """Measure how far apart the embeddings of a batch are within each modality.
+
+    Args:
+        scores: (B, B): images are rows, positives are on the diagonal.
+        positives: as in `mining_diagnostics`.
+        images, captions: embeddings of B items each: tensors (B, d), or Fragments. An item is represented by its
+            l2-normalised vector; with Fragments by the l2-normalised mean of its rows.
+
+    Returns:
+        `hardest_distance`, the mean of `|t' - t|` over the anchors of both directions: t is the positive of an anchor
+        and t' its hardest negative. `image_cosine` and `caption_cosine`, the mean cosine of two different items of the
+        batch; 1 if all embeddings are equal. A number without any pair is missing, and so are all for other kinds
+        of embeddings.
+
+    Source: Eq 8 of SelHN and RVSE++. The gradient that turns an anchor has the norm `sqrt(|t' - t|^2 - ds^2)`.
+    """
+    of_images, of_captions = _vectors(images), _vectors(captions)
+    if of_images is None or of_captions is None or {len(of_images), len(of_captions)} != {len(scores)}:
+        return {}
+    sides = {"image": of_images, "caption": of_captions}
+    of_rows, of_columns = F_itm.hardest_negatives(scores, positives)
+    totals, counts = [], []
+    for (values, index), partners in ((of_rows, sides["caption"]), (of_columns, sides["image"])):
+        counted = values.isfinite()
+        distances = torch.linalg.vector_norm(partners[index.clamp(min=0)] - partners, dim=1)
+        totals.append(distances.masked_fill(~counted, 0.0).sum())
+        counts.append(counted.sum(dtype=distances.dtype))
+    # The squared norm of the sum has each pair of different items twice, and each item with itself.
+    cosines = [side.sum(0).square().sum() - side.square().sum() for side in sides.values()]
+    first, second, n_first, n_second, *cosines = torch.stack([*totals, *counts, *cosines]).tolist()
+    found = {"hardest_distance": (first + second) / (n_first + n_second)} if n_first + n_second else {}
+    pairs = len(scores) * (len(scores) - 1)
+    return found | {f"{side}_cosine": value / pairs for side, value in zip(sides, cosines, strict=True) if pairs}
+
+
+def _vectors(embeddings: Any) -> Tensor | None:
+    """Return a unit vector for each item, (n, d) float32 or float64; None for other kinds of embeddings."""
+    if isinstance(embeddings, Fragments):
+        embeddings = mean_pool(embeddings)
+    if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
+        return None
+    return l2norm(embeddings.detach().to(torch.promote_types(embeddings.dtype, torch.float32)))

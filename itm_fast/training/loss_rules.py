@@ -23,6 +23,7 @@ __all__ = [
     "boosting_of",
     "boosting_weight",
     "check_auxiliary",
+    "check_copies",
     "check_loss",
     "default_warmup",
     "described_boosting",
@@ -43,7 +44,8 @@ BOOSTING_FORMS = ("paper", "code")
 ANCHORED = ("oas", "oss", "mss")
 ADVERSARIAL = (
     "addr", "adversarial_weight", "regularization_weight", "model_regularization_weight", "domain_margin",
-    "risk_aggregation", "alternation", "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
+    "risk_aggregation", "alternation", "discriminator_captions", "discriminator_lr", "discriminator_precision",
+    "discriminators_on_disk",
 )  # fmt: skip
 # The scenarios of methods that the papers compare with, and their settings.
 RIVALS = ("aoq", "ncr", "meta_spn", "sam")
@@ -112,6 +114,15 @@ def check_auxiliary(config: Any, name: str, processes: int) -> None:
         raise ValueError(f"{name}: goes with the scenario {', '.join(allowed)}, not {config.scenario}; expected 0")
     if processes > 1:
         raise ValueError(f"{name}: goes with a single process, got {processes}; expected 0")
+
+
+def check_copies(config: Any, processes: int) -> None:
+    """Raise ValueError if a run cannot repeat the pairs of a batch, as a loss over copies needs."""
+    for name, found, wanted in (("scenario", config.scenario, "single"), ("conversions", config.conversions, None)):
+        if found != wanted:
+            raise ValueError(f"{name}: the loss {config.loss} takes {wanted or 'none'}, got {found}")
+    if processes > 1:
+        raise ValueError(f"loss: {config.loss} trains in one process, got {processes}")
 
 
 def default_warmup(config: Any) -> int:

@@ -81,7 +81,7 @@ def make_scenario(
         n_images: number of images in the training split; each has a discriminator in the scenario addr.
         room: memory in bytes that the discriminators may take; None: no limit.
         of_loss: the parameters of the loss, which are trained with the target.
-        data: the training set, for aoq and ncr: the methods of a `Gallery`, and `batch`.
+        data: the training set, for addr, aoq and ncr: the methods of a `Gallery`, and `batch`.
         validation_data: the same for meta_spn.
 
     Raises:
@@ -113,7 +113,8 @@ def make_scenario(
     if config.scenario == "mss":
         return MomentumScenario(target, weight, config.ema_decay, config.epochs * per_epoch)
     if config.trains_discriminators:
-        return AddrScenario(target, config, Phases.of(config, per_epoch), n_images, room)
+        caption_image = None if data is None else data.caption_image
+        return AddrScenario(target, config, Phases.of(config, per_epoch), n_images, room, caption_image)
     if config.scenario == "oas" and anchor is None:
         raise ValueError("anchor: the scenario oas needs a trained model")
     return Scenario([target], weight, anchor if config.scenario == "oas" else None)

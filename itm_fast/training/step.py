@@ -18,9 +18,14 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
+from itm_fast.training.diagnostics import (
+    embedding_diagnostics,
+    image_gradient_norm,
+    mining_diagnostics,
+    watched_embeddings,
+)
 from itm_fast.training.gradient_monitor import GradientMonitor
-from itm_fast.training.loss_rules import RIVALS, check_auxiliary
+from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.replicas import Replicas, check_shared
@@ -61,12 +66,18 @@ class Stepper:
         validation_data: Any = None,
     ) -> None:
         self.config, self.device, self.world, self.data = config, device, world or World(), data
+        self._per_epoch, self._epoch = per_epoch, 0
         if self.world.size > 1 and config.scenario in RIVALS:
             raise ValueError(f"scenario: {config.scenario} trains in one process, got {self.world.size}")
+        if self.world.size > 1 and config.discriminator_captions == "image":
+            raise ValueError(f"discriminator_captions: image trains in one process, got {self.world.size}")
         if model.auxiliary_setting is not None:
             check_auxiliary(config, model.auxiliary_setting, self.world.size)
         self._auxiliary: float | None = None  # Of the target in the last step.
         self.losses = nn.ModuleDict(make_losses(config, model) if loss is None else {config.mining: loss}).to(device)
+        self._copies: int = getattr(self.losses[config.mining], "copies", 1)
+        if self._copies > 1:
+            check_copies(config, self.world.size)
         self._is_triplet = config.loss == "triplet" and loss is None
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
@@ -89,23 +100,33 @@ class Stepper:
         learning rate.
 
         All are those of the target. With anchors, the boosting loss, which is part of the loss, is returned too. With
-        `diagnose`, so are the `mining_diagnostics` of the scores and `image_gradient_norm` before clipping. A step that
-        does not change the target returns other numbers.
+        `diagnose`, so are the `mining_diagnostics` of the scores, `image_gradient_norm` before clipping and, in a
+        single process, the `embedding_diagnostics`. A step that does not change the target returns other numbers.
 
         Raises:
             ValueError: a loss or norm is not finite. No weight is changed in that case.
         """
+        self._epoch = max(number - 1, 0) // self._per_epoch
+        batch = batch.repeated(self._copies) if self._copies > 1 else batch
         # Augmentation draws from torch's generator, whose state is saved, so a resumed run draws the same.
         batch = self.augmentation(batch, self.device, non_blocking=True)
         images, positives = images_of(batch), None
         if self.config.exclude_same_image:
             positives = images[:, None] == images[None, :]
+        elif self._copies > 1:
+            positives = batch.caption_index[:, None] == batch.caption_index[None, :]
         target = self.scenario.target
         after = target.after_backward if self.world.size > 1 else None
-        with image_gradient_norm(target.model, enabled=diagnose, after_backward=after) as diagnostics:
+        alone = diagnose and self.world.size == 1  # Other processes hold a part of the captions.
+        with (
+            image_gradient_norm(target.model, enabled=diagnose, after_backward=after) as diagnostics,
+            watched_embeddings(target.model, enabled=alone) as embeddings,
+        ):
             result = self.scenario.step(self._functions(batch, mining, positives), number)
         if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
+            if embeddings:
+                diagnostics |= embedding_diagnostics(result.scores, positives, *embeddings)
         found: list[str | None] = []
         if result.own_loss is not None and mining == "hardest" and self._is_triplet:
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
@@ -134,6 +155,8 @@ class Stepper:
                 scores, own = self.replicas.scores_and_loss(model, batch, loss, positives)
             own = loss(scores, positives=positives) if own is None else own
             auxiliary = model.take_auxiliary_loss()
+            if auxiliary is not None:
+                auxiliary = model.auxiliary_factor(self._epoch) * auxiliary
             # The target comes last.
             self._auxiliary = None if auxiliary is None else float(auxiliary.detach())
             return scores, own if auxiliary is None else own + auxiliary

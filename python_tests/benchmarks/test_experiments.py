@@ -179,6 +179,22 @@ def test_ensembles_are_evaluated_once_their_runs_are_there(
     assert not result.exists()
 
 
+def test_an_ensemble_of_rows_is_their_mean(tool: ModuleType, data: Path, tmp_path: Path) -> None:
+    """As "All" in RCAR's Table I: two directions that are trained apart."""
+    ways = [{"name": name, "train": {"model_options": {"direction": name}}} for name in ("t2i", "i2t")]
+    together = [{"name": "All", "rows": ["t2i", "i2t"], "seed": 3}]
+    experiment = write(tmp_path / "e.yaml", data, seeds=[3], rows=ways, equal=[], ensembles=together)
+    assert tool.main(commands(experiment, "--threads", 1)) == 0
+    folders = [tmp_path / "runs" / f"{name}-seed3" for name in ("t2i", "i2t")]
+    dataset = PrecomputedDataset(data, "dev", Vocabulary.from_file(folders[0] / "vocab.json"))
+    scores = [evaluation.score_matrix(models.load(folder), dataset) for folder in folders]
+    expected = evaluation.evaluate_scores(sum(scores) / 2, dataset.caption_image)
+    found = measured(tmp_path)["all"]
+    assert found["test"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    line = f"| All |  | {found['test']['rsum']:.1f} | seed 3 | {first_recalls_and_distance(found)} |  |  |"
+    assert the_table(tool, experiment)[4] == line
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tools!r})
@@ -336,6 +352,10 @@ def test_other_data_are_refused(
          "seeds of 'a': expected several seeds of the row 'SCAM', got [0, 1]"),
         ({"ensembles": [{"name": "a", "row": "fixed", "seeds": [0]}]},
          "seeds of 'a': expected several seeds of the row 'fixed', got [0]"),
+        ({"ensembles": [{"name": "a", "rows": ["SCAN", "fixed"], "seed": 1}]},
+         "rows of 'a': expected several rows with seed 1, got ['SCAN', 'fixed']"),
+        ({"ensembles": [{"name": "a", "rows": ["SCAN", "SCAN"]}]},
+         "rows of 'a': expected several rows with seed 0, got ['SCAN', 'SCAN']"),
         ({"ensembles": [{"name": "a", "seeds": [0, 1]}]}, "row: this setting of an ensemble is required"),
         ({"ensembles": [{"name": "scan seed0", "row": "SCAN", "seeds": [0, 1]}]},
          "rows: two runs would write the same result file; change a name"),

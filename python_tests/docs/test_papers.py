@@ -17,6 +17,7 @@ def test_the_page_is_up_to_date() -> None:
     [
         "functional.triplet_los", "model other", "loss other", "importer other", "recipe other", "experiment other",
         "experiment rcar: other", "option --other", "setting scan.other", "setting other.dim", "page other.md",
+        "benchmark other",
         "other x",
     ],
 )  # fmt: skip

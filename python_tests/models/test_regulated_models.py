@@ -168,6 +168,27 @@ def test_dbl_by_hand(normalize_mean: bool) -> None:
     assert (model.config.word_dropout, model.config.alignment_dim, model.config.negative_slope) == (0.4, 6, 0.1)
 
 
+def test_dbl_and_bfan_in_other_forms_by_hand() -> None:
+    """Attended vectors without their norm (Eqs 1 and 2 as printed), and BFAN with similarity vectors (section IV-A)."""
+    model = make("dbl", normalize_attended=False)
+    images, captions, regions, words = encoded(model)
+    assert not model.similarity.regulator_parameters().normalize_attended
+    with pytest.warns(FallbackWarning):
+        scores = model.score(images, captions)
+    expected = one_direction(model.similarity, words, regions, 9.0, None).t()
+    torch.testing.assert_close(scores.double(), expected.double(), rtol=0, atol=3e-6)
+    assert not torch.allclose(scores, make("dbl").score(images, captions), atol=1e-4)
+    model = make("bfan", similarity="vector")
+    images, captions, regions, words = encoded(model)
+    expected = one_direction(model.text_to_image, words, regions, 20.0, "equal").t() + one_direction(
+        model.image_to_text, regions, words, 20.0, "equal"
+    )
+    assert model.text_to_image.regulator_parameters().activation == "tanh"
+    torch.testing.assert_close(model.score(images, captions).double(), expected.double(), rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="similarity: vector goes without a regulator, got rar"):
+        make("bfan", similarity="vector", regulator="rar")
+
+
 MODELS = [
     ("scan", {"regulator": "rcr", "direction": "mean"}),
     ("scan", {"regulator": "rar"}),
@@ -175,6 +196,7 @@ MODELS = [
     ("scan", {"regulator": "rcar", "direction": "i2t", "steps": 3}),
     ("bfan", {}),
     ("bfan", {"focal": "prob", "regulator": "rar"}),
+    ("bfan", {"similarity": "vector"}),
     ("sgraf", {"module": "mean", "n_regions": 5, "regulator": "rcr"}),
     ("dbl", {}),
     ("dbl", {"normalize_mean": False, "image_encoder": "residual"}),

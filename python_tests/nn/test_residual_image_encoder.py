@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn import ResidualImageEncoder
 
 SETTINGS = {"residual": {}, "projected_residual": {"projected": True}, "mlp": {"projected": True, "residual": False}}
+NORMS = pytest.mark.parametrize("norms", [1, 2])
 KINDS = pytest.mark.parametrize("kind", SETTINGS)
 
 
@@ -25,11 +27,25 @@ def moments(encoder: ResidualImageEncoder, rows: Tensor) -> tuple[Tensor, Tensor
     return hidden, hidden.mean(0), (hidden - hidden.mean(0)).square().mean(0)
 
 
-def expected(encoder: ResidualImageEncoder, rows: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def moments_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.mean(0), (rows - rows.mean(0)).square().mean(0)
+
+
+def expected(
+    encoder: ResidualImageEncoder,
+    rows: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    last: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """`last` returns mean and variance of the second normalisation, if there is one."""
     weights = {name: value.detach().double() for name, value in encoder.state_dict().items()}
     hidden = moments(encoder, rows)[0]
     normed = (hidden - mean) / (variance + 1e-5).sqrt() * weights["mlp.1.weight"] + weights["mlp.1.bias"]
     result = normed.clamp(min=0) @ weights["mlp.3.weight"].T + weights["mlp.3.bias"]
+    if last is not None:
+        mean, variance = last(result)
+        result = (result - mean) / (variance + 1e-5).sqrt() * weights["mlp.4.weight"] + weights["mlp.4.bias"]
     if encoder.residual:
         result = result + rows.double() @ weights["fc.weight"].T + weights["fc.bias"]
     return result / result.square().sum(1, keepdim=True).sqrt()
@@ -64,6 +80,37 @@ def test_values_in_training_and_evaluation(kind: str) -> None:
     torch.testing.assert_close(
         encoder(first).values.double(), expected(encoder, rows, mean, variance), rtol=1e-5, atol=2e-6
     )
+
+
+@KINDS
+def test_two_normalisations_as_the_paper_draws_them(kind: str) -> None:
+    torch.manual_seed(1)
+    encoder = ResidualImageEncoder(10, 12, **SETTINGS[kind], norms=2)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    features = torch.randn(4, 5, 10)
+    rows = features.reshape(-1, 10)
+    _, mean, variance = moments(encoder, rows)
+    wanted = expected(encoder, rows, mean, variance, moments_of)
+    torch.testing.assert_close(encoder(features).values.double(), wanted, rtol=1e-5, atol=2e-6)
+    # The first training step moves the running statistics of both normalisations.
+    kept = [(norm.running_mean.double(), norm.running_var.double()) for norm in (encoder.mlp[1], encoder.mlp[4])]
+    assert all(not bool((mean == 0).all()) for mean, _ in kept)
+    wanted = expected(encoder, rows, *kept[0], lambda _rows: kept[1])
+    torch.testing.assert_close(encoder.eval()(features).values.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+def test_a_number_of_normalisations_that_is_wrong() -> None:
+    with pytest.raises(ValueError, match="norms: expected 1 or 2, got 3"):
+        ResidualImageEncoder(10, 12, norms=3)
+    sizes = {"vocab_size": 9, "feature_dim": 10, "embed_dim": 12, "image_norms": 2}
+    wanted = "image_norms: goes with the image_encoder residual or projected_residual or mlp, not linear"
+    with pytest.raises(ValueError, match=wanted):
+        models.create("vsepp", **sizes)
+    host = {**sizes, "image_encoder": "residual"}
+    with pytest.raises(ValueError, match="image_norms: expected 1 with feature conversions, got 2"):
+        models.create("fdf", host="vse_infty", host_options=host, conversions=2)
 
 
 @KINDS
@@ -118,11 +165,13 @@ def test_a_linear_layer_that_nobody_reads_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["scan", "vsepp"])
 @KINDS
-def test_every_model_takes_it(name: str, kind: str) -> None:
+@NORMS
+def test_every_model_takes_it(name: str, kind: str, norms: int) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 9, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
-    model = models.create(name, **sizes, image_encoder=kind).eval()
+    model = models.create(name, **sizes, image_encoder=kind, image_norms=norms).eval()
     built = model.image_encoder
+    assert len(built.mlp) == 3 + norms
     assert (built.projected, built.residual) == (kind != "residual", kind != "mlp")
     features = torch.randn(3, 5, 10)
     regions = model.image_encoder(features).values.reshape(3, 5, 12)

@@ -43,6 +43,7 @@ def panels(figure: Figure) -> dict[str, Axes]:
 
 
 GRADIENT, GAP = "Gradient of first image layer", "Gap to the hardest negative"
+COSINE = "Cosine within images and captions"
 
 
 def test_each_panel_has_a_line_of_each_run_that_has_its_numbers(tmp_path: Path, drawn: list[Figure]) -> None:
@@ -75,6 +76,17 @@ def test_panels_without_numbers_are_left_out(tmp_path: Path, drawn: list[Figure]
     shares = {"i2t_hardest_share": 0.0, "t2i_hardest_share": 0.0}
     write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, hardest_gap=1.0, **shares), "b": log(10, 20)})
     assert list(panels(drawn[0])) == ["Loss", "Validation", GAP]
+
+
+def test_cosines_are_the_mean_of_both_modalities_and_may_be_negative(tmp_path: Path, drawn: list[Figure]) -> None:
+    runs = {"a": log(10, 20, hardest_distance=0.01, image_cosine=0.04, caption_cosine=-0.06)}
+    write_comparison(tmp_path / "figure.svg", runs)
+    found = panels(drawn[0])
+    assert list(found) == ["Loss", "Validation", "Distance to the hardest negative", COSINE]
+    assert found["Distance to the hardest negative"].lines[0].get_ydata().tolist() == pytest.approx([0.1, 0.2])
+    assert found[COSINE].lines[0].get_ydata().tolist() == pytest.approx([-0.1, -0.2])
+    assert found[COSINE].get_ylim()[0] == pytest.approx(-0.2)
+    assert found["Loss"].get_ylim()[0] == 0
 
 
 def test_the_loss_is_that_of_the_last_negatives(tmp_path: Path, drawn: list[Figure]) -> None:
@@ -146,7 +158,7 @@ def test_the_command_draws_runs(
     assert capsys.readouterr().out == f"figure: {out}\n"
     assert out.read_bytes().startswith(b"%PDF")
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["run", "other"]
-    assert [len(axes.lines) for axes in drawn[0].axes] == [2] * 6
+    assert [len(axes.lines) for axes in drawn[0].axes] == [2] * 8
     labels = ["--label", "hardest", "--label", "SelHN"]
     assert cli.run(["curves", str(trained), str(trained), *labels, "--out", str(out)]) == 0
     assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["hardest", "SelHN"]

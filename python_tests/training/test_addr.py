@@ -146,6 +146,36 @@ def test_a_step_of_the_discriminators(data: Path, tmp_path: Path, addr: str, gam
     assert after["steps"][touched].tolist() == [4] * len(touched)
 
 
+@pytest.mark.parametrize(
+    ("addr", "gamma", "model"), [("full", GAMMA, "dbl"), ("full", GAMMA, "vsrn"), ("united", 0, "dbl")]
+)
+def test_a_step_takes_an_image_once_and_all_its_captions(
+    data: Path, tmp_path: Path, addr: str, gamma: float, model: str
+) -> None:
+    """Section V: a sample is an image and its five sentences. Others are as hard as their best caption."""
+    options = {"graph_layers": 1} if model == "vsrn" else RESIDUAL
+    trainer = trainer_of(data, tmp_path, addr=addr, model=model, model_options=options, discriminator_captions="image")
+    stir(trainer)
+    train, batch = trainer.train_data, trainer.train_data.batch(CAPTIONS)
+    images = sorted(set(batch.image_index.tolist()))
+    owned = [(train.caption_image == image).nonzero().flatten() for image in images]
+    assert [len(captions) for captions in owned] == [5] * 4
+    exact, pairs = copy.deepcopy(trainer.model).double().eval(), train.batch(torch.cat(owned))
+    with torch.no_grad():
+        one = exact.encode_fragments(pairs.features.double(), pairs.token_ids, pairs.lengths)
+        scores = exact.score(one.images, one.captions).reshape(4, 5, 4, 5)[:, 0].amax(dim=2)
+    regions = Fragments.from_list(one.regions[5 * sample] for sample in range(4))
+    words = Fragments.from_list(torch.cat([one.words[5 * sample + n] for n in range(5)]) for sample in range(4))
+    judges = [0] * 4 if addr == "united" else images
+    rows = rows_of(trainer)
+    weights, biases = rows["weight"].double()[judges], rows["bias"].double()[judges]
+    expected = discriminator_loss(Encoded(None, None, regions, words), scores, images, weights, biases, gamma)
+    output = trainer.stepper(batch, "hardest", 1)
+    assert output["discriminator_loss"] == pytest.approx(float(expected), rel=1e-5)
+    touched = (rows_of(trainer)["steps"] != rows["steps"]).nonzero().flatten().tolist()
+    assert touched == sorted(set(judges))
+
+
 @pytest.mark.parametrize(("aggregation", "delta"), [("sum", 0.0), ("mean", 0.0), ("sum", 0.7)])
 def test_a_step_of_the_model(data: Path, tmp_path: Path, aggregation: str, delta: float) -> None:
     """Encoders learn from both terms of Eq 11, the similarity only from the ranking loss; no discriminator changes.

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import itm_fast.functional as F_itm
 from itm_fast import models
+from itm_fast.fragments import Fragments
+from itm_fast.nn import mean_pool
 from itm_fast.ops.triplet_loss import MINING
 from itm_fast.report.curves import curves_svg
-from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
+from itm_fast.training.diagnostics import embedding_diagnostics, image_gradient_norm, mining_diagnostics
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.runs import config, make_trainer, run, same, weights
 from python_tests.helpers.triplet_cases import random_scores
@@ -230,9 +233,115 @@ def test_the_report_draws_what_the_log_has() -> None:
     gap = curves["Gap to the hardest negative"]
     assert "first 0.125 at step 10; last 0.125 at step 50" in gap
     assert "first 3 at step 10; last 3 at step 50" in curves["Gradient of the first image layer"]
+    distances = {"hardest_distance": 0.75, "image_cosine": 0.5, "caption_cosine": -0.25}
+    more = dict(curves_svg(lines_of("hardest", 10, 20, **distances)))
+    assert "first 0.75 at step 10" in more["Distance to the hardest negative"]
+    cosines = more["Cosine of different items"]
+    assert "images, first 0.5 at step 10; last 0.5 at step 20; captions, first -0.25 at step 10" in cosines
     # If the mining selects nothing, there is no share. Older logs lack all these numbers.
     assert "Anchors that took their hardest negative" not in dict(curves_svg(lines_of("hardest", 10, 20, **numbers)))
     assert list(dict(curves_svg(lines_of("sct", 10)))) == ["Selectively contrastive triplet loss"]
     # Each drawing has unique ids, because all are on one page.
     ids = [identifier for svg in curves.values() for identifier in re.findall(r' id="([^"]+)"', svg)]
     assert len(ids) == len(set(ids))
+
+
+def distances_by_loops(scores: Tensor, positives: Tensor, images: Tensor, captions: Tensor) -> dict[str, float]:
+    """Return the same numbers in float64, pair by pair."""
+    sides = [side.double() / side.double().norm(dim=1, keepdim=True) for side in (images, captions)]
+    n, found = len(scores), []
+    for (vectors, other), values, mask in ((sides, scores, positives), (sides[::-1], scores.T, positives.T)):
+        for anchor in range(n):
+            negatives = {j: float(values[anchor, j]) for j in range(n) if j != anchor and not bool(mask[anchor, j])}
+            if negatives:
+                hardest, own = other[max(negatives, key=lambda j: negatives[j])], other[anchor]
+                found.append(float((hardest - own).norm()))
+                # Eq 8: of the hinge's gradient t' - t, the part along the anchor only changes its norm.
+                along = float(vectors[anchor] @ (hardest - own))
+                turns = (hardest - own) - along * vectors[anchor]
+                assert float(turns.norm()) == pytest.approx(math.sqrt(found[-1] ** 2 - along**2), abs=1e-7)
+    means = [
+        sum(float(side[i] @ side[j]) for i in range(n) for j in range(n) if i != j) / (n * (n - 1)) for side in sides
+    ]
+    return {"hardest_distance": sum(found) / len(found), "image_cosine": means[0], "caption_cosine": means[1]}
+
+
+@pytest.mark.parametrize("n", [2, 9])
+def test_distances_and_cosines_are_those_of_loops(n: int) -> None:
+    torch.manual_seed(n)
+    images, captions = torch.randn(n, 4), torch.randn(n, 4)
+    scores, positives = images @ captions.T, torch.zeros(n, n, dtype=torch.bool)
+    positives[0, n - 2] = n > 2
+    measured = embedding_diagnostics(scores, positives, images, captions)
+    assert measured == pytest.approx(distances_by_loops(scores, positives, images, captions), rel=1e-5)
+    # Sets stand for their mean; half precision is read as it is.
+    lengths = torch.randint(1, 4, (n,))
+    rows = images.bfloat16().float().repeat_interleave(lengths, 0)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    sets = embedding_diagnostics(scores, positives, Fragments(rows.bfloat16(), offsets), captions)
+    expected = distances_by_loops(scores, positives, images.bfloat16().float(), captions)
+    assert sets == pytest.approx(expected, rel=1e-5)
+
+
+def test_collapsed_embeddings_and_those_that_cannot_be_compared() -> None:
+    """The gap of the scores is 0 where captions differ at equal angles, too: only the distance tells them apart."""
+    images = torch.tensor([[1.0, 0, 0], [1.0, 0, 0]])
+    for captions, distance, cosine in (
+        (torch.tensor([[0.6, 0.8, 0], [0.6, -0.8, 0]]), 1.6 / 2, -0.28),
+        (torch.tensor([[0.6, 0.8, 0], [0.6, 0.8, 0]]), 0.0, 1.0),
+    ):
+        scores = images @ captions.T
+        assert mining_diagnostics(scores, None, "hardest", 0.01)["hardest_gap"] == 0
+        measured = embedding_diagnostics(scores, None, images, captions)
+        assert measured == {
+            "hardest_distance": pytest.approx(distance), "image_cosine": 1.0, "caption_cosine": pytest.approx(cosine),
+        }  # fmt: skip
+    assert embedding_diagnostics(torch.ones(1, 1), None, images[:1], images[:1]) == {}
+    assert embedding_diagnostics(scores, None, (images, images), captions) == {}
+    assert embedding_diagnostics(scores, None, images[:1], captions) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "vsepp"},
+        {"model": "vsrn"},
+        {"model": "scan"},
+        {"model": "vsepp", "scenario": "oss", "micro_batch": 7},
+        {"model": "scan", "scenario": "addr", "alternation": "step"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_the_log_has_the_distances_of_the_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """They are those of the embeddings behind the scores of the step."""
+    trainer = make_trainer(config(data, tmp_path, log_every=2, epochs=1, **options))
+    target, seen = trainer.stepper.scenario.target.model, []
+    score, matching = type(target).score, F_itm.matching_loss
+
+    def noting(*arguments: Any, **more: Any) -> Any:
+        images, captions = arguments[-2:]
+        if arguments[0] is target and target.training:
+            seen.append((images, captions))
+        return score(*arguments, **more)
+
+    def noting_both(queries: Any, contexts: Any, **more: Any) -> Any:
+        seen.append((contexts, queries) if more["attention"] == "t2i" else (queries, contexts))
+        return matching(queries, contexts, **more)
+
+    monkeypatch.setattr(type(target), "score", noting)
+    monkeypatch.setattr(F_itm, "matching_loss", noting_both)
+    batch = trainer.train_data.batch(torch.arange(0, 100, 5))
+    logged = [trainer.stepper(batch, "hardest", number, diagnose=number > 2) for number in (1, 2, 3, 4)]
+    assert not any("image_cosine" in numbers for numbers in logged[:2])
+    numbers = logged[3]  # With ADDR, the third step trains the discriminators.
+    sides = [mean_pool(side) if isinstance(side, Fragments) else side for side in seen[-1]]
+    sides = [side.detach() for side in sides]
+    scores = torch.randn(20, 20)
+    expected = embedding_diagnostics(scores, torch.eye(20, dtype=torch.bool), *sides)
+    assert {name: numbers[name] for name in ("image_cosine", "caption_cosine")} == pytest.approx(
+        {name: expected[name] for name in ("image_cosine", "caption_cosine")}, rel=1e-6
+    )
+    assert 0 < numbers["hardest_distance"] < 2
+    assert not {"encode", "encode_fragments"} & target.__dict__.keys(), "the model is as before"

@@ -207,7 +207,7 @@ PUBLISHED |= {
             "epochs": 30, "batch_size": 64, "lr": 1e-4, "lr_decay_every": 10, "drop_last": None,
             "validation_images": None,
         },
-        {"embed_dim": 256, **BERT, "freeze_bert": True, "phrase_channels": 512},
+        {"embed_dim": 256, **BERT, "freeze_bert": True, "phrase_channels": 512, "angular_weight": 0.5},
     )
     for data in ("f30k", "coco")
 }  # fmt: skip
@@ -231,7 +231,11 @@ PUBLISHED |= {
     for data, batch in (("f30k", 128), ("coco", 256))
 }
 PUBLISHED |= {
-    f"esa{suffix}-{data}": ("esa", {**INFTY, **numbers}, {"embed_dim": 1024, **options, "image_encoder": "residual"})
+    f"esa{suffix}-{data}": (
+        "esa",
+        {**INFTY, "loss": "self_expanding", **numbers},
+        {"embed_dim": 1024, **options, "image_encoder": "residual"},
+    )
     for data in ("f30k", "coco")
     for suffix, numbers, options in (("", {}, {**GRU, "word_dropout": 0.1}), ("-bert", SLOW_BERT, BERT))
 }

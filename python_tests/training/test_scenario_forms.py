@@ -225,7 +225,8 @@ def test_boosting_can_have_a_margin_of_its_own(data: Path, tmp_path: Path) -> No
     settings = {"data": "d", "out": "o", "scenario": "mss", "loss": "cmpm", "mining": "all"}
     assert TrainConfig(**settings, margin=0.3).margin == 0.3
     with pytest.raises(
-        ValueError, match=r"^margin: 0\.3 goes with the loss clipped_sct or polynomial or triplet, not cmpm$"
+        ValueError,
+        match=r"^margin: 0\.3 goes with the loss clipped_sct or polynomial or self_expanding or triplet, not cmpm$",
     ):
         TrainConfig(**settings, margin=0.3, boosting_margin=0.1)
 

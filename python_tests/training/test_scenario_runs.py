@@ -166,7 +166,7 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
         ("--scenario mss --boosting relative --boosting-alpha 0.3",
          "boosting_alpha: 0.3 goes with the boosting absolute or both, not relative"),
         ("--scenario mss --loss cmpm --mining all --boosting rkd --margin 0.3",
-         "margin: 0.3 goes with the loss clipped_sct or polynomial or triplet, not cmpm"),
+         "margin: 0.3 goes with the loss clipped_sct or polynomial or self_expanding or triplet, not cmpm"),
         ("--scenario mss --boosting rkd --soft", "soft: True goes with the boosting absolute or relative or both, not "
          "rkd"),
         ("--scenario mss --ema-decay 1.01", "ema_decay: expected a number at least 0 and at most 1, got 1.01"),

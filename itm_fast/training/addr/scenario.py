@@ -8,7 +8,9 @@ has all of them:
 - Fragments are the l2-normalised vectors that enter the similarity. For VSRN these are the regions before its GRU and
   the states of the captions' GRU.
 - A discriminator belongs to an image, starts at zero and serves all captions of the image. All pairs of a batch that
-  share an image contribute to one update of a lazy Adam, which counts steps per row. Batches remain random pairs.
+  share an image contribute to one update of a lazy Adam, which counts steps per row. Batches remain random pairs. With
+  `discriminator_captions: image`, a step of the discriminators takes each image of the batch once, beside the words of
+  all its captions ("one image sample and 5 of its paired sentences", section V).
 - q and r are the hardest negatives of the batch, chosen by scores without gradient; pairs of the same image are
   excluded. A pair without a negative has no regularization term.
 - Eq 10 is a mean over the pairs. Its features come without gradient from the model in evaluation mode, so that batch
@@ -40,6 +42,7 @@ from itm_fast.files.run_files import DISCRIMINATORS
 from itm_fast.fragments import Fragments
 from itm_fast.models import FDF, FragmentModel, MatchingModel
 from itm_fast.training.addr.discriminators import Discriminators, GatheredRows
+from itm_fast.training.addr.images import ImageSamples
 from itm_fast.training.branch import Branch, finite
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig
@@ -73,10 +76,18 @@ class AddrScenario(Scenario):
         phases: says which steps belong to the discriminators and which to the model.
         n_images: number of images in the training split.
         room: memory in bytes that the discriminators may take; None: no limit. Larger ones are kept on disk.
+        caption_image: (n_captions,) int64, the image of each caption of the training split, for
+            `discriminator_captions: image`.
     """
 
     def __init__(
-        self, target: Branch, config: TrainConfig, phases: Phases, n_images: int, room: int | None = None
+        self,
+        target: Branch,
+        config: TrainConfig,
+        phases: Phases,
+        n_images: int,
+        room: int | None = None,
+        caption_image: Tensor | None = None,
     ) -> None:
         super().__init__([target], 0.0)
         self.config, self.phases = config, phases
@@ -89,6 +100,11 @@ class AddrScenario(Scenario):
         self.delta = config.model_regularization_weight if regularized else 0.0
         rate = config.lr if config.discriminator_lr is None else config.discriminator_lr
         self._rates = attrs.evolve(config, lr=rate)
+        self.images: ImageSamples | None = None
+        if config.discriminator_captions == "image":
+            if caption_image is None:
+                raise ValueError("discriminator_captions: image needs the training set, which is not given")
+            self.images = ImageSamples(caption_image)
         self._steps = 0
         self._loss = 0.0
         self._saved: int | None = None
@@ -136,9 +152,9 @@ class AddrScenario(Scenario):
 
     def _discriminator_step(self, batch: BatchFunctions, number: int) -> StepResult:
         with torch.no_grad():
-            scores, regions, words = batch.fragments(self.model.eval(), scored=bool(self.gamma))
-            negatives = (None, None) if scores is None or not self.gamma else self._negatives(batch, scores)
-        rows = self._gather(batch)
+            images, scores, regions, words = self._samples(batch)
+            negatives = (None, None) if scores is None or not self.gamma else _negatives(images, scores)
+        rows = self._gather(images)
         weights, biases = rows.weights.requires_grad_(), rows.biases.requires_grad_()
         risks, regularization = self._risks(regions, words, weights[rows.places], biases[rows.places], *negatives)
         loss = (risks + self.gamma * regularization).mean()
@@ -150,11 +166,18 @@ class AddrScenario(Scenario):
         numbers = {"discriminator_loss": value, "domain_risk": float(risks.detach().mean()), "discriminator_lr": rate}
         return StepResult(None, None, numbers)
 
+    def _samples(self, batch: BatchFunctions) -> tuple[Tensor, Tensor | None, Fragments, Fragments]:
+        """Return images, scores, regions and words that the discriminators learn from."""
+        model, scored = self.model.eval(), bool(self.gamma)
+        if self.images is not None:
+            return self.images(batch, model, scored=scored)
+        return batch.images, *batch.fragments(model, scored=scored)
+
     def _model_step(self, batch: BatchFunctions, number: int) -> StepResult:
         scores, regions, words = batch.fragments(self.model.train(), scored=True)
         assert scores is not None
-        rows = self._gather(batch)
-        negatives = self._negatives(batch, scores.detach()) if self.delta else (None, None)
+        rows = self._gather(batch.images)
+        negatives = _negatives(batch.images, scores.detach()) if self.delta else (None, None)
         risks, regularization = self._risks(
             regions, words, rows.weights[rows.places], rows.biases[rows.places], *negatives
         )
@@ -189,14 +212,7 @@ class AddrScenario(Scenario):
             aggregation=self.config.risk_aggregation,
         )
 
-    def _negatives(self, batch: BatchFunctions, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the hardest caption and the hardest image of other images for each pair; -1 without a negative."""
-        same_image = batch.images[:, None] == batch.images
-        rows, columns = F_itm.hardest_negatives(scores, same_image)
-        return rows[1], columns[1]
-
-    def _gather(self, batch: BatchFunctions) -> GatheredRows:
-        images = batch.images
+    def _gather(self, images: Tensor) -> GatheredRows:
         return self.discriminators.gather(torch.zeros_like(images) if self.n_discriminators == 1 else images)
 
     @property
@@ -239,6 +255,12 @@ class AddrScenario(Scenario):
         """Remove the discriminators of earlier states."""
         kept = snapshot_path(run, self.discriminators.updates)
         atomic.remove_matching(kept.with_name(DISCRIMINATORS), run, kept=kept.name)
+
+
+def _negatives(images: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hardest caption and the hardest image of other images for each pair; -1 without a negative."""
+    rows, columns = F_itm.hardest_negatives(scores, images[:, None] == images)
+    return rows[1], columns[1]
 
 
 def snapshot_path(run: str | os.PathLike[str], updates: int) -> Path:
