@@ -41,9 +41,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> matching_loss(
                                          negative_slope, focal, aggregation, logsumexp_temperature, precision);
   if (queries_are_captions(attending)) scores = torch::stable::contiguous(torch::stable::transpose(scores, 0, 1));
   if (has_both_directions(attending)) {
-    const Tensor others = cross_attention_scores(
-        contexts, context_offsets, queries, query_offsets, other_temperature, other_normalization, other_negative_slope,
-        other_focal, other_aggregation, other_logsumexp_temperature, precision);
+    const Tensor others = cross_attention_scores(contexts, context_offsets, queries, query_offsets, other_temperature,
+                                                 other_normalization, other_negative_slope, other_focal,
+                                                 other_aggregation, other_logsumexp_temperature, precision);
     is_double(scores) ? add_scores<double>(scores, others, weight_of_both(attending))
                       : add_scores<float>(scores, others, weight_of_both(attending));
   }

@@ -14,10 +14,10 @@ struct Sides {
   float weight_of_both;  // 0: one direction of attention
 };
 
-constexpr CrossAttentionOptions kAttending{9.0,         0.1, 6.0, Normalization::clipped_l2norm, Focal::none,
-                                           Aggregation::mean};
-constexpr CrossAttentionOptions kOtherAttending{4.0,          0.1, 5.0, Normalization::softmax, Focal::equal,
-                                                Aggregation::logsumexp};
+constexpr CrossAttentionOptions kAttending{
+    9.0, 0.1, 6.0, Normalization::clipped_l2norm, Focal::none, Aggregation::mean};
+constexpr CrossAttentionOptions kOtherAttending{
+    4.0, 0.1, 5.0, Normalization::softmax, Focal::equal, Aggregation::logsumexp};
 
 template <typename Problem>
 const ScoreProblem<float>& preparation(const MatchingProblem<float, Problem>& p) {

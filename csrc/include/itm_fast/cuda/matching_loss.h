@@ -52,8 +52,8 @@ ITM_FAST_DEVICE void matching_loss(const MatchingProblem<S, Problem>& p) {
   loss_of_scores<Tile>(p);
 }
 
-// The same for both directions. The first pair of tiles of the second direction goes to the block after that of the last pair of the
-// first direction, so no block waits for the other direction.
+// The same for both directions. The first pair of tiles of the second direction goes to the block after that of the
+// last pair of the first direction, so no block waits for the other direction.
 template <int kParts, typename Tile, typename S, typename Problem>
 ITM_FAST_DEVICE void matching_loss(const MatchingOfBoth<S, Problem>& p) {
   score_pairs<kParts, Tile>(p.one.scoring, block_index());
@@ -62,8 +62,7 @@ ITM_FAST_DEVICE void matching_loss(const MatchingOfBoth<S, Problem>& p) {
   grid_barrier(p.one.scored, 1);
   const int64_t n_scores = p.other.queries.n_sets * p.other.contexts.n_sets, threads = block_threads();
   for (int64_t i = block_index() * threads + thread_index(); i < n_scores; i += blocks * threads) {
-    p.one.scoring.scores[i] =
-        p.weight * (load_coherent(p.one.scoring.scores + i) + load_coherent(p.other.scores + i));
+    p.one.scoring.scores[i] = p.weight * (load_coherent(p.one.scoring.scores + i) + load_coherent(p.other.scores + i));
   }
   grid_barrier(p.one.scored, 2);
   loss_of_scores<Tile>(p.one);
