@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <string>
+#include <type_traits>
 
 #include "cuda/score_launch.h"
 #include "ops/cross_attention.h"
@@ -12,10 +13,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+template <typename S, int kProblems>
+using Preparation = std::conditional_t<kProblems == 2, PreparationOfBoth<S>, ScoreProblem<S>>;
+
 // See prepare_scores and score_tile for the grids and for which block writes what.
-template <typename S, typename Tile>
+template <typename S, typename Tile, int kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kSetParts<S>))
-    prepare_scores_kernel(const ScoreProblem<S> parameters) {
+    prepare_scores_kernel(const __grid_constant__ Preparation<S, kProblems> parameters) {
   prepare_scores<Tile>(parameters);
 }
 
@@ -89,11 +93,20 @@ Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets
 template <typename S>
 void launch_preparation(const ScoreProblem<S>& p, const DeviceStream& device) {
   using Tile = ScoreTile112;
-  device.launch(prepare_scores_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
+  device.launch(prepare_scores_kernel<S, Tile, 1>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
 }
 template void launch_preparation(const ScoreProblem<float>& p, const DeviceStream& device);
 template void launch_preparation(const ScoreProblem<BFloat16>& p, const DeviceStream& device);
 template void launch_preparation(const ScoreProblem<Half>& p, const DeviceStream& device);
+
+template <typename S>
+void launch_preparation(const PreparationOfBoth<S>& p, const DeviceStream& device) {
+  using Tile = ScoreTile112;
+  device.launch(prepare_scores_kernel<S, Tile, 2>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
+}
+template void launch_preparation(const PreparationOfBoth<float>& p, const DeviceStream& device);
+template void launch_preparation(const PreparationOfBoth<BFloat16>& p, const DeviceStream& device);
+template void launch_preparation(const PreparationOfBoth<Half>& p, const DeviceStream& device);
 
 }  // namespace itm_fast::cuda
 

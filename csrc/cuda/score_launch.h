@@ -26,6 +26,8 @@ ScoreProblem<S> score_problem(const Operand<S>& queries, const Operand<S>& conte
 // Runs prepare_scores; cross_attention.cu compiles it for all three storage types.
 template <typename S>
 void launch_preparation(const ScoreProblem<S>& p, const DeviceStream& device);
+template <typename S>
+void launch_preparation(const PreparationOfBoth<S>& p, const DeviceStream& device);
 
 // Calls run(operand of queries, operand of contexts, number of parts of their products).
 template <typename Run>

@@ -9,15 +9,10 @@
 #include "ops/options.h"
 
 namespace itm_fast {
-namespace {
 
-enum class Attention : int32_t { t2i, i2t };
-
-}  // namespace
-
-bool queries_are_captions(const std::string& attention) {
+MatchingAttention matching_attention(const std::string& attention) {
   using namespace std::string_view_literals;
-  return parse_option<Attention>("attention", attention, std::array{"t2i"sv, "i2t"sv}) == Attention::t2i;
+  return parse_option<MatchingAttention>("attention", attention, std::array{"t2i"sv, "i2t"sv, "sum"sv, "mean"sv});
 }
 
 void check_pairs(const torch::stable::Tensor& query_offsets, const torch::stable::Tensor& context_offsets) {
@@ -30,12 +25,15 @@ void check_pairs(const torch::stable::Tensor& query_offsets, const torch::stable
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 // The results: the loss, the scores (images, captions), the second result of the loss, and the gradient of the scores
 // for an incoming gradient of 1. The loss is boosting_loss if there are anchor scores, else triplet_loss; options of
-// the other one have no effect.
+// the other one have no effect. Options that start with "other_" are those of the scores of contexts that attend to
+// queries, and have no effect with attention "t2i" or "i2t".
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "matching_loss(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "Tensor? anchor_scores, Tensor? positives, str attention, float temperature, str normalization, "
-      "float negative_slope, str focal, str aggregation, float logsumexp_temperature, str precision, float margin, "
+      "float negative_slope, str focal, str aggregation, float logsumexp_temperature, str precision, "
+      "float other_temperature, str other_normalization, float other_negative_slope, str other_focal, "
+      "str other_aggregation, float other_logsumexp_temperature, float margin, "
       "str mining, float epsilon, str selective_divisor, bool halve, str strategy, float alpha, bool soft, "
       "str directions, str reduction) -> (Tensor, Tensor, Tensor, Tensor)");
 }

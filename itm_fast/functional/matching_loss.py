@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ def matching_loss(
     focal: str | None = None,
     aggregation: str = "mean",
     logsumexp_temperature: float = 6.0,
+    other_direction: Mapping[str, Any] | None = None,
     margin: float = 0.2,
     mining: str = "hardest",
     epsilon: float = 0.01,
@@ -41,23 +43,25 @@ def matching_loss(
 
     **`attention` says which operand holds what.** With "t2i", words attend to regions: `queries` are the words of the
     captions, `contexts` the regions of the images. With "i2t", regions attend to words: `queries` are the regions,
-    `contexts` the words. Image i and caption i are a positive pair. The scores have **images as rows** in both cases.
+    `contexts` the words. "sum" and "mean" add or average the scores of both directions, with operands as for "t2i".
+    Image i and caption i are a positive pair. The scores have **images as rows** in all cases.
 
-    The results and gradients equal, bit for bit on a CPU, those of two calls:
+    The results and gradients equal, bit for bit on a CPU, those of separate calls:
 
         scores = cross_attention_scores(queries, contexts, ...)
-        scores = scores.t()  # with attention="t2i"
+        scores = scores.t()  # except with attention="i2t"
+        scores = scores + cross_attention_scores(contexts, queries, ...)  # with "sum" and "mean"; "mean" halves it
         loss = triplet_loss(scores, ...)  # or boosting_loss(scores, anchor_scores, ...)
 
     One call on a CPU, or two launches on CUDA, computes scores, mining, loss and the gradient of the scores. This
     applies to reductions "sum" and "mean" if a gradient is needed. On CUDA it applies to at most 8192 pairs, and to
-    sets of at most 128 queries and 112 contexts on average. Otherwise, and under `torch.compile`, the function makes
-    the two calls itself.
+    sets of at most 128 queries and 112 contexts on average (112 of both with "sum" and "mean"). Otherwise, and under
+    `torch.compile`, the function makes the separate calls itself.
 
     Args:
         queries: `(N, d)` rows in B sets; float32, float64, bfloat16 or float16.
         contexts: `(M, d)` rows in B sets; dtype and device of the queries.
-        attention: "t2i" or "i2t", see above.
+        attention: "t2i", "i2t", "sum" or "mean", see above.
         loss: "triplet" for `triplet_loss`, or "boosting" for `boosting_loss`, which needs `anchor_scores`.
         temperature: as are the next five, an option of `cross_attention_scores`.
         normalization: see `cross_attention_scores`.
@@ -65,6 +69,8 @@ def matching_loss(
         focal: see `cross_attention_scores`.
         aggregation: see `cross_attention_scores`.
         logsumexp_temperature: see `cross_attention_scores`.
+        other_direction: options of the image-to-text scores that differ from those of the text-to-image scores, such
+            as `{"temperature": 4.0}`. Only for "sum" and "mean".
         margin: finite; not negative with "boosting".
         mining: "hardest", "all", "selective", "semi_hard" or "sct", see `triplet_loss`; "hardest" or "all" with
             "boosting".
@@ -88,8 +94,8 @@ def matching_loss(
 
     Raises:
         TypeError: an argument has another type, or the dtypes differ.
-        ValueError: shapes, widths, devices or numbers of sets differ, `anchor_scores` do not fit the loss, an option
-            is unknown, or a number is out of bounds.
+        ValueError: shapes, widths, devices or numbers of sets differ, `anchor_scores` do not fit the loss,
+            `other_direction` does not fit `attention`, an option is unknown, or a number is out of bounds.
 
     Examples:
         >>> import torch
@@ -103,7 +109,8 @@ def matching_loss(
         >>> scores.shape, words.grad.shape
         (torch.Size([4, 4]), torch.Size([4, 9, 32]))
 
-    Source: SCAN (Lee et al., ECCV 2018); for the losses see `triplet_loss` and `boosting_loss`.
+    Source: SCAN (Lee et al., ECCV 2018) and BFAN (Liu et al., ACM MM 2019), which adds both directions; for the
+    losses see `triplet_loss` and `boosting_loss`.
     """
     scoring: dict[str, Any] = {
         "temperature": temperature,
@@ -118,4 +125,6 @@ def matching_loss(
         options |= {"strategy": strategy, "alpha": alpha, "soft": soft}
     else:
         options |= {"epsilon": epsilon, "selective_divisor": selective_divisor, "halve": halve}
-    return _ops.matching_loss(queries, contexts, attention, loss, anchor_scores, positives, scoring, options)
+    return _ops.matching_loss(
+        queries, contexts, attention, loss, anchor_scores, positives, scoring, other_direction, options
+    )

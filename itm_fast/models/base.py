@@ -32,7 +32,7 @@ from itm_fast.files.run_files import VOCABULARY
 from itm_fast.fragments import Fragments
 from itm_fast.models.hub import HubModel
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
-from itm_fast.nn import BertTextEncoder, CrossAttentionScores, micro_batches
+from itm_fast.nn import AttentionScores, BertTextEncoder, micro_batches
 
 FORMAT = Format()
 CONFIG_FILE = "config.json"
@@ -62,8 +62,8 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let a model's encoders accept arrays and strings, and its `score` build no autograd graph in inference."""
         super().__init_subclass__(**options)
-        if {"score", "forward"} & vars(cls).keys() and "single_attention" not in vars(cls):
-            cls.single_attention = MatchingModel.single_attention  # type: ignore[method-assign]
+        if {"score", "forward"} & vars(cls).keys() and "attention_scores" not in vars(cls):
+            cls.attention_scores = MatchingModel.attention_scores  # type: ignore[method-assign]
         for name, wrapped in (("encode_images", _of_arrays), ("encode_captions", _of_text), ("score", _of_inference)):
             if name in vars(cls):
                 setattr(cls, name, wrapped(vars(cls)[name]))
@@ -106,8 +106,8 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
         """
 
     @property
-    def single_attention(self) -> tuple[str, CrossAttentionScores] | None:
-        """Return direction ("t2i" or "i2t") and module if `score` is one cross-attention and nothing else, or None.
+    def attention_scores(self) -> AttentionScores | None:
+        """Return the cross-attention that `score` consists of, in one direction or both, or None.
 
         Training then computes scores and triplet loss in one call, without calling `score`. A subclass that overrides
         `score` or `forward` returns None unless it overrides this property, too.

@@ -24,7 +24,7 @@ from itm_fast.models.regulators import (
     pairwise_weights,
     steps_of,
 )
-from itm_fast.nn import CrossAttentionScores, RegulatedSimilarity
+from itm_fast.nn import AttentionScores, CrossAttentionScores, RegulatedSimilarity
 
 __all__ = ["BFAN", "BFANConfig"]
 
@@ -109,6 +109,11 @@ class BFAN(FragmentModel):
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32, images are rows. The sum of both directions."""
         return self.text_to_image(captions, images).t() + self.image_to_text(images, captions)
+
+    @property
+    def attention_scores(self) -> AttentionScores | None:
+        """Return the cross-attention of both directions; None with regulators."""
+        return AttentionScores.of(self.text_to_image, self.image_to_text)
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
         """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).

@@ -16,7 +16,7 @@ from itm_fast.models.base import register
 from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import PairSteps, pair_steps, pairwise_weights
-from itm_fast.nn import CrossAttentionScores, RegionAttention, l2norm
+from itm_fast.nn import AttentionScores, CrossAttentionScores, RegionAttention, l2norm
 from itm_fast.nn.image_encoder import detach_blank_rows
 
 __all__ = ["CHAN", "CHANConfig"]
@@ -91,9 +91,9 @@ class CHAN(FragmentModel):
         return self.text_to_image(captions, images).t()
 
     @property
-    def single_attention(self) -> tuple[str, CrossAttentionScores]:
-        """Return "t2i" and the module of the cross-attention."""
-        return "t2i", self.text_to_image
+    def attention_scores(self) -> AttentionScores:
+        """Return the cross-attention of words to regions."""
+        return AttentionScores(t2i=self.text_to_image)
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
         """Return which region of image i each word of caption i selects: float32 (n_words, n_regions) each, 1 or 0.

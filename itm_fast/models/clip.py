@@ -19,7 +19,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import PairSteps, pair_steps, pairwise_weights
-from itm_fast.nn import CrossAttentionScores, inner_products
+from itm_fast.nn import AttentionScores, CrossAttentionScores, inner_products
 from itm_fast.nn.clip_encoders import ClipImageEncoder, ClipTextEncoder
 
 __all__ = ["CLIP", "CLIPConfig"]
@@ -162,12 +162,11 @@ class CLIP(FragmentModel):
         return parts[0] if len(parts) == 1 else (parts[0] + parts[1]) / 2
 
     @property
-    def single_attention(self) -> tuple[str, CrossAttentionScores] | None:
-        """Return direction and module of the cross-attention if it is the only one, else None."""
-        used = self.text_to_image if self.config.direction == "t2i" else self.image_to_text
-        if self.config.interaction != "attention" or self.config.direction == "mean" or used is None:
+    def attention_scores(self) -> AttentionScores | None:
+        """Return the cross-attention of the model's directions; None if scores have no attention."""
+        if self.config.interaction != "attention":
             return None
-        return self.config.direction, used
+        return AttentionScores.of(self.text_to_image, self.image_to_text, mean=self.config.direction == "mean")
 
     @property
     def word_attention(self) -> Any:

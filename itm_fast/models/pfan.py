@@ -15,7 +15,7 @@ from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
 from itm_fast.models.scan import SCAN, SCANConfig
-from itm_fast.nn import AttentionPeak, CrossAttentionScores, PositionEncoder
+from itm_fast.nn import AttentionPeak, AttentionScores, CrossAttentionScores, PositionEncoder
 
 __all__ = ["PFAN", "PFANConfig"]
 
@@ -88,9 +88,9 @@ class PFAN(SCAN):
         return self.peak is None and super().scores_within_one
 
     @property
-    def single_attention(self) -> tuple[str, CrossAttentionScores] | None:
-        """Return direction and module of the cross-attention; None if it is not the whole score."""
-        return super().single_attention if self.peak is None else None
+    def attention_scores(self) -> AttentionScores | None:
+        """Return the cross-attention of the model's directions; None if it is not the whole score."""
+        return super().attention_scores if self.peak is None else None
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32, images are rows."""

@@ -18,7 +18,7 @@ from itm_fast.models.regulators import (
     pairwise_weights,
     steps_of,
 )
-from itm_fast.nn import CrossAttentionScores, RegulatedSimilarity
+from itm_fast.nn import AttentionScores, CrossAttentionScores, RegulatedSimilarity
 
 __all__ = ["SCAN", "SCANConfig"]
 
@@ -131,11 +131,9 @@ class SCAN(FragmentModel):
         return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2
 
     @property
-    def single_attention(self) -> tuple[str, CrossAttentionScores] | None:
-        """Return direction and module of the cross-attention; None with two directions or regulators."""
-        used = {"t2i": self.text_to_image, "i2t": self.image_to_text}
-        (direction, similarity), *others = [(name, one) for name, one in used.items() if one is not None]
-        return (direction, similarity) if isinstance(similarity, CrossAttentionScores) and not others else None
+    def attention_scores(self) -> AttentionScores | None:
+        """Return the cross-attention of the model's directions; None with regulators."""
+        return AttentionScores.of(self.text_to_image, self.image_to_text, mean=self.config.direction == "mean")
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
         """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).

@@ -1,7 +1,7 @@
 """Building blocks as modules: encoders, normalisation, pooling, attention and its regulators."""
 
 from itm_fast.nn.angular_loss import AngularLoss
-from itm_fast.nn.attention import CrossAttentionScores
+from itm_fast.nn.attention import AttentionScores, CrossAttentionScores
 from itm_fast.nn.attention_peak import AttentionPeak
 from itm_fast.nn.backbone_encoder import BackboneEncoder
 from itm_fast.nn.bert_text_encoder import BertTextEncoder
@@ -38,6 +38,7 @@ from itm_fast.nn.text_encoder import TextEncoder
 __all__ = [
     "AngularLoss",
     "AttentionPeak",
+    "AttentionScores",
     "BackboneEncoder",
     "BertTextEncoder",
     "CaptionDecoder",

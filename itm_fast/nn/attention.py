@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ import itm_fast.functional as F_itm
 from itm_fast import reference
 from itm_fast.fragments import Fragments
 
-__all__ = ["CrossAttentionScores"]
+__all__ = ["AttentionScores", "CrossAttentionScores"]
 
 
 class CrossAttentionScores(nn.Module):
@@ -70,3 +71,43 @@ class CrossAttentionScores(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+@dataclass(frozen=True)
+class AttentionScores:
+    """Scores of images and captions by cross-attention in one direction or both, images as rows.
+
+    Attributes:
+        t2i: the scores of words that attend to regions; None without this direction.
+        i2t: the scores of regions that attend to words; None without this direction.
+        mean: halve the sum of both directions.
+    """
+
+    t2i: CrossAttentionScores | None = None
+    i2t: CrossAttentionScores | None = None
+    mean: bool = False
+
+    @classmethod
+    def of(cls, t2i: nn.Module | None, i2t: nn.Module | None, *, mean: bool = False) -> AttentionScores | None:
+        """Return the scores of these modules, or None if one of them is not a `CrossAttentionScores`."""
+        if not all(one is None or isinstance(one, CrossAttentionScores) for one in (t2i, i2t)):
+            return None
+        return cls(t2i, i2t, mean)  # type: ignore[arg-type]
+
+    @property
+    def modules(self) -> tuple[CrossAttentionScores, ...]:
+        """Return the modules of the directions."""
+        return tuple(one for one in (self.t2i, self.i2t) if one is not None)
+
+    def with_loss(
+        self, images: Fragments, captions: Fragments, *, positives: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of the scores, and the scores, as `itm_fast.functional.matching_loss` does.
+
+        `options` are those of the loss.
+        """
+        first, *others = self.modules
+        both = {"attention": "mean" if self.mean else "sum", "other_direction": others[0].options} if others else {}
+        attention = both or {"attention": "i2t" if self.t2i is None else "t2i"}
+        sides = (images, captions) if self.t2i is None else (captions, images)
+        return F_itm.matching_loss(*sides, positives=positives, **attention, **first.options, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from itm_fast.ops.one_pass import in_one_pass_from, taken_gradients
 from itm_fast.ops.precision import compute_precision
 from itm_fast.reference import validation
 
-ATTENTION = ("t2i", "i2t")
+ATTENTION = ("t2i", "i2t", "sum", "mean")
+OF_BOTH = ("sum", "mean")
 LOSSES = ("triplet", "boosting")
 # Rows of a tile of the CUDA kernels.
 TILE_QUERIES, TILE_CONTEXTS = 128, 112
@@ -44,11 +46,17 @@ def matching_loss(
     anchor_scores: Tensor | None,
     positives: Tensor | None,
     scoring: dict[str, Any],
+    other_scoring: Mapping[str, Any] | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Compute loss and scores. `scoring` are the options of the scores, `options` those of the chosen loss."""
+    """Compute loss and scores.
+
+    `scoring` are the options of the scores, `other_scoring` those of the other direction that differ, `options` those
+    of the chosen loss.
+    """
     validation.check_option("attention", attention, ATTENTION)
     validation.check_option("loss", loss, LOSSES)
+    scorings = [scoring, *_other_scoring(attention, scoring, other_scoring)]
     if (loss == "boosting") != (anchor_scores is not None):
         needed = "the scores of the anchor branch" if loss == "boosting" else "None"
         given = validation.describe(anchor_scores)
@@ -63,19 +71,10 @@ def matching_loss(
     native = use_native("matching_loss", queries.values)
     shape = (len(queries), len(contexts))
     in_one_call = native and in_one_pass_from(options["reduction"], shape, queries.values, contexts.values)
-    if not in_one_call or has_long_sets(queries, contexts):
-        return _in_separate_calls(queries, contexts, attention, anchor_scores, positives, scoring, options)
+    if not in_one_call or has_long_sets(queries, contexts, attention):
+        return _in_separate_calls(queries, contexts, attention, anchor_scores, positives, scorings, options)
     refuse_transforms("matching_loss", queries.values, contexts.values)
-    numbers = _attention.check_options(**scoring)
-    of_attention = (
-        numbers[0],
-        scoring["normalization"],
-        numbers[1],
-        scoring["focal"] or "none",
-        scoring["aggregation"],
-        numbers[2],
-        compute_precision(queries.values),
-    )
+    of_attention = tuple(_options_of(one) for one in scorings), compute_precision(queries.values)
     if anchor_scores is None:
         options["margin"], options["epsilon"] = _triplet.check_options(**options)
     else:
@@ -92,12 +91,35 @@ def matching_loss(
     return loss_and_scores
 
 
-def has_long_sets(queries: Fragments, contexts: Fragments) -> bool:
+def has_long_sets(queries: Fragments, contexts: Fragments, attention: str) -> bool:
     """Return whether the scores on CUDA have a launch of their own: the average set is longer than a tile."""
     if queries.device.type != "cuda":
         return False
-    sides = ((queries, TILE_QUERIES), (contexts, TILE_CONTEXTS))
+    of_queries = min(TILE_QUERIES, TILE_CONTEXTS) if attention in OF_BOTH else TILE_QUERIES
+    sides = ((queries, of_queries), (contexts, TILE_CONTEXTS))
     return any(side.values.shape[0] > tile * len(side) for side, tile in sides)
+
+
+def _other_scoring(attention: str, scoring: dict[str, Any], changed: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the options of the scores of the other direction, if there is one."""
+    if attention not in OF_BOTH:
+        if changed is not None:
+            raise ValueError(
+                f"other_direction: expected None with attention='{attention}', got {validation.describe(changed)}"
+            )
+        return []
+    changed = {} if changed is None else changed
+    if not isinstance(changed, Mapping) or not set(changed) <= set(scoring):
+        names = ", ".join(map(repr, scoring))
+        raise ValueError(f"other_direction: expected a dict with keys of {names}, got {validation.describe(changed)}")
+    return [{**scoring, **changed}]
+
+
+def _options_of(scoring: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the options of scores in the order of the operators."""
+    temperature, slope, of_logsumexp = _attention.check_options(**scoring)
+    focal = scoring["focal"] or "none"
+    return temperature, scoring["normalization"], slope, focal, scoring["aggregation"], of_logsumexp
 
 
 def _in_separate_calls(
@@ -106,11 +128,14 @@ def _in_separate_calls(
     attention: str,
     anchor_scores: Tensor | None,
     positives: Tensor | None,
-    scoring: dict[str, Any],
+    scorings: list[dict[str, Any]],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    scores = _attention.cross_attention_scores(queries, contexts, **scoring)
-    scores = scores.t() if attention == "t2i" else scores
+    scores = _attention.cross_attention_scores(queries, contexts, **scorings[0])
+    scores = scores if attention == "i2t" else scores.t()
+    if attention in OF_BOTH:
+        scores = scores + _attention.cross_attention_scores(contexts, queries, **scorings[1])
+        scores = scores / 2 if attention == "mean" else scores
     if anchor_scores is None:
         return _triplet.triplet_loss(scores, positives=positives, positive_scores=None, **options), scores
     return _boosting.boosting_loss(scores, anchor_scores, positives=positives, **options), scores
@@ -141,34 +166,44 @@ class _MatchingLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         operands = (queries, query_offsets, contexts, context_offsets)
         of_loss = [options.get(name, unused) for name, unused in _UNUSED.items()]
+        scorings, precision = of_attention
         loss, scores, negatives, gradient = torch.ops.itm_fast.matching_loss(
-            *operands, anchor_scores, positives, attention, *of_attention, *of_loss
+            *operands, anchor_scores, positives, attention, *scorings[0], precision, *scorings[-1], *of_loss
         )
         ctx.set_materialize_grads(False)
         ctx.one_pass, ctx.gradients = True, [gradient]
         ctx.save_for_backward(*operands, scores, anchor_scores, positives, negatives)
-        ctx.is_transposed, ctx.of_attention, ctx.options = attention == "t2i", of_attention, options
+        ctx.attention, ctx.of_attention, ctx.options = attention, of_attention, options
         return loss, scores
 
     @staticmethod
     @first_order("matching_loss")
     def backward(ctx: Any, grad_loss: Tensor | None, grad_scores: Tensor | None) -> tuple[Tensor | None, ...]:
-        for_queries, for_contexts = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         gradient = grad_scores
         if grad_loss is not None:
             gradient = _gradient_of_loss(ctx, grad_loss)
             gradient = gradient if grad_scores is None else gradient + grad_scores
         if gradient is None:
             return (None,) * 9
-        grad_queries, grad_contexts, _ = torch.ops.itm_fast.cross_attention_scores_backward(
-            gradient.t() if ctx.is_transposed else gradient,
-            *ctx.saved_tensors[:4],
-            *ctx.of_attention,
-            for_queries,
-            for_contexts,
-        )
-        gradients = (grad_queries if for_queries else None, None, grad_contexts if for_contexts else None)
-        return *gradients, *(None,) * 6
+        grad_queries, grad_contexts = _gradients_of_sides(ctx, gradient)
+        return grad_queries, None, grad_contexts, *(None,) * 6
+
+
+def _gradients_of_sides(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of queries and contexts for that of the scores; None if a side needs none."""
+    queries, contexts = ctx.saved_tensors[:2], ctx.saved_tensors[2:4]
+    of_queries, of_contexts = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+    scorings, precision = ctx.of_attention
+    backward = torch.ops.itm_fast.cross_attention_scores_backward
+    if ctx.attention == "mean":
+        gradient = gradient / 2
+    own = gradient if ctx.attention == "i2t" else gradient.t()
+    found = backward(own, *queries, *contexts, *scorings[0], precision, of_queries, of_contexts)[:2]
+    if ctx.attention in OF_BOTH:
+        others = backward(gradient, *contexts, *queries, *scorings[1], precision, of_contexts, of_queries)[:2]
+        wanted = zip((of_queries, of_contexts), found, reversed(others), strict=True)
+        found = tuple(one + other if is_wanted else None for is_wanted, one, other in wanted)
+    return found[0] if of_queries else None, found[1] if of_contexts else None
 
 
 def _gradient_of_loss(ctx: Any, grad_loss: Tensor) -> Tensor:

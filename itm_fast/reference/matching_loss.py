@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ def matching_loss(
     attention: str = "t2i",
     loss: str = "triplet",
     anchor_scores: Tensor | None = None,
+    other_direction: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the scores; `options` are those of `cross_attention_scores` and of the losses."""
@@ -30,6 +32,9 @@ def matching_loss(
     of_loss = {name: options[name] for name in named if name in options}
     scoring = {name: value for name, value in options.items() if name not in (*_OF_TRIPLET, *_OF_BOOSTING)}
     scores = cross_attention_scores(queries, contexts, **scoring)
-    scores = scores.t() if attention == "t2i" else scores
+    scores = scores if attention == "i2t" else scores.t()
+    if attention in ("sum", "mean"):
+        scores = scores + cross_attention_scores(contexts, queries, **{**scoring, **(other_direction or {})})
+        scores = scores / 2 if attention == "mean" else scores
     anchors = () if anchor_scores is None else (anchor_scores,)
     return chosen(scores, *anchors, **of_loss), scores

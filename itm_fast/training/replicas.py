@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import itm_fast.functional as F_itm
 from itm_fast.data import Batch
 from itm_fast.distributed import World, gather_columns, gather_sets, none_of, sum_of_all
 from itm_fast.fragments import Fragments
@@ -164,20 +163,17 @@ class Replicas:
     ) -> tuple[Tensor, Tensor | None]:
         """Return scores (B, B) of the whole batch, and their loss if one call computes both, otherwise None.
 
-        One call computes both in a single process if the model has a single cross-attention, the loss is `TripletLoss`
-        and no hook waits for a call of either.
+        One call computes both in a single process if the model's scores are cross-attention alone, the loss is
+        `TripletLoss` and no hook waits for a call of either.
         """
-        single = model.single_attention
+        scoring = model.attention_scores
         # A subclass of the loss may compute something else.
-        if isinstance(batch, SharedBatch) or single is None or type(loss) is not TripletLoss:
+        if isinstance(batch, SharedBatch) or scoring is None or type(loss) is not TripletLoss:
             return self.scores(model, batch), None
-        attention, similarity = single
-        if _have_hooks(model, similarity, loss):
+        if _have_hooks(model, *scoring.modules, loss):
             return self.scores(model, batch), None
         images, captions = model.encode(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
-        sides = (captions, images) if attention == "t2i" else (images, captions)
-        options = {**similarity.options, **loss.options}
-        value, scores = F_itm.matching_loss(*sides, attention=attention, positives=positives, **options)
+        value, scores = scoring.with_loss(images, captions, positives=positives, **loss.options)
         return scores, value
 
     def fragments(

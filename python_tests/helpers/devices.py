@@ -177,9 +177,11 @@ def _matching_case(attention: str, loss: str, mining: str) -> Case:
         words, regions, word_offsets, region_offsets, anchor = inputs
         captions = Fragments(words, word_offsets, check=False, max_length=17)
         images = Fragments(regions, region_offsets, check=False, max_length=40)
-        sides = (captions, images) if attention == "t2i" else (images, captions)
+        sides = (images, captions) if attention == "i2t" else (captions, images)
         wide = anchor.to(torch.promote_types(anchor.dtype, torch.float32))
         options = {"anchor_scores": wide, "strategy": "both"} if loss == "boosting" else {"epsilon": 0.3}
+        if attention in ("sum", "mean"):
+            options["other_direction"] = {"temperature": 4.0, "focal": "equal"}
         results: tuple[Tensor, ...] = functions.matching_loss(
             *sides, attention=attention, loss=loss, mining=mining, reduction="mean", **options
         )
@@ -302,6 +304,7 @@ CASES = (
     _matching_case("t2i", "triplet", "hardest"),
     _matching_case("i2t", "triplet", "selective"),
     _matching_case("t2i", "boosting", "all"),
+    _matching_case("sum", "triplet", "hardest"),
     Case(
         "hardest_negatives",
         ("hardest_negatives", "hardest_negatives_backward"),

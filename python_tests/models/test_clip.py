@@ -156,10 +156,12 @@ def test_tokens_are_compared_as_in_the_papers(folders: Path, kind: str, interact
     assert expected.std() > 0.01
     model = loaded(folders / kind, interaction=interaction, direction=direction)
     torch.testing.assert_close(scores_of(model), expected, rtol=0, atol=1e-6)
-    if direction == "mean" or interaction == "maxsim":
-        assert model.single_attention is None
-    else:
-        assert model.single_attention[0] == direction
+    scoring = model.attention_scores
+    assert (scoring is None) is (interaction == "maxsim")
+    if scoring is not None:
+        assert scoring.mean is (direction == "mean")
+        used = [name for name in ("t2i", "i2t") if getattr(scoring, name) is not None]
+        assert used == [name for name in ("t2i", "i2t") if direction in (name, "mean")]
     steps = model.pair_steps(
         model.encode_images(as_patches(pictures(count=1), 2).double()), model.encode_captions(CAPTIONS[:1])
     )

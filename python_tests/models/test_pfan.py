@@ -108,7 +108,7 @@ def test_scores_and_gradients_equal_the_definition(peak: float | None) -> None:
         assert float(theirs.abs().max()) > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8, msg=name)
     assert model.scores_within_one is (weight == 0)
-    assert (model.single_attention is None) is (weight > 0)
+    assert (model.attention_scores is None) is (weight > 0)
 
 
 def test_blocks_of_a_box() -> None:

@@ -97,7 +97,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
     ),
     (
         "matching_loss",
-        (*OPERANDS, torch.eye(2), torch.eye(2) > 2, "t2i", *ATTENTION, *MATCHING),
+        (*OPERANDS, torch.eye(2), torch.eye(2) > 2, "sum", *ATTENTION, *ATTENTION[:-1], *MATCHING),
         (*OF_OPERANDS, (4, "anchor_scores", "scores"), (5, "positives", "scores")),
     ),
     ("cross_attention_grams", OPERANDS[2:], ((1, "context_offsets", "contexts"),)),

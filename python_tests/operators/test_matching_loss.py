@@ -1,4 +1,7 @@
-"""`matching_loss`: the same bits as scores and loss in separate calls, when it takes one call, and its errors."""
+"""`matching_loss`: the same bits as scores and loss in separate calls, when it takes one call, and its errors.
+
+Scores are those of one direction of attention, or of both added.
+"""
 
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from python_tests.helpers.triplet_cases import MINING, random_scores
 SIZE = 7
 BACKWARD = ["scale_gradient", "cross_attention_scores_backward"]
 SCORING = ("temperature", "normalization", "negative_slope", "focal", "aggregation", "logsumexp_temperature")
+OTHER = {"temperature": 4.0, "focal": "prob", "aggregation": "logsumexp", "logsumexp_temperature": 5.0}
 LOSSES: list[dict[str, Any]] = [
     *({"mining": mining, "epsilon": 0.3} for mining in MINING),
     {"mining": "selective", "epsilon": 0.05, "selective_divisor": "negatives", "halve": True},
@@ -39,18 +43,21 @@ def sides(size: int = SIZE, dtype: torch.dtype = torch.float32, dim: int = 24) -
     return words, regions
 
 
-def in_two_calls(queries: Fragments, contexts: Fragments, **options: Any) -> tuple[Tensor, Tensor]:
+def in_separate_calls(queries: Fragments, contexts: Fragments, **options: Any) -> tuple[Tensor, Tensor]:
     attention, loss = options.pop("attention", "t2i"), options.pop("loss", "triplet")
-    scores = F_itm.cross_attention_scores(
-        queries, contexts, **{name: options.pop(name) for name in SCORING if name in options}
-    )
-    scores = scores.t() if attention == "t2i" else scores
+    other = options.pop("other_direction", {})
+    scoring = {name: options.pop(name) for name in SCORING if name in options}
+    scores = F_itm.cross_attention_scores(queries, contexts, **scoring)
+    scores = scores if attention == "i2t" else scores.t()
+    if attention in ("sum", "mean"):
+        scores = scores + F_itm.cross_attention_scores(contexts, queries, **{**scoring, **other})
+        scores = scores / 2 if attention == "mean" else scores
     return getattr(F_itm, f"{loss}_loss")(scores, **options), scores
 
 
 def results(function: Callable[..., Any], words: Fragments, regions: Fragments, **options: Any) -> list[Tensor]:
     """Return loss, scores and the gradients of words and regions; loss and scores both send a gradient back."""
-    queries, contexts = (words, regions) if options.get("attention", "t2i") == "t2i" else (regions, words)
+    queries, contexts = (regions, words) if options.get("attention") == "i2t" else (words, regions)
     loss, scores = function(queries, contexts, **options)
     weights = torch.linspace(-1, 1, scores.numel(), dtype=scores.dtype).reshape(scores.shape)
     of_losses = torch.linspace(0.3, 0.9, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
@@ -64,11 +71,13 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("attention", ["t2i", "i2t"])
+@pytest.mark.parametrize("attention", ["t2i", "i2t", "both"])
 @pytest.mark.parametrize("options", LOSSES, ids=lambda options: "-".join(map(str, options.values())))
-def test_the_bits_are_those_of_two_calls(options: dict[str, Any], attention: str) -> None:
+def test_the_bits_are_those_of_separate_calls(options: dict[str, Any], attention: str) -> None:
     for dtype, masked in product((torch.float32, torch.float64, torch.bfloat16), (False, True)):
         given = {**options, "attention": attention}
+        if attention == "both":
+            given |= {"attention": "mean" if masked else "sum", "other_direction": OTHER}
         given["reduction"] = "mean" if masked else "sum"
         if masked:
             given["positives"] = random_scores(SIZE, seed=3) > 0.6
@@ -78,8 +87,8 @@ def test_the_bits_are_those_of_two_calls(options: dict[str, Any], attention: str
         words, regions = sides(dtype=dtype)
         with native_calls() as calls:
             found = results(F_itm.matching_loss, words, regions, **given)
-        assert [name for name, _ in calls] == ["matching_loss", *BACKWARD]
-        assert_same(found, results(in_two_calls, words, regions, **given))
+        assert [name for name, _ in calls] == ["matching_loss", *BACKWARD, *BACKWARD[1:] * (attention == "both")]
+        assert_same(found, results(in_separate_calls, words, regions, **given))
         assert all(bool(part.any()) for part in found)
 
 
@@ -98,21 +107,47 @@ def test_the_bits_are_those_of_two_calls(options: dict[str, Any], attention: str
 def test_every_option_arrives(options: dict[str, Any]) -> None:
     words, regions = sides()
     found = results(F_itm.matching_loss, words, regions, **options)
-    assert_same(found, results(in_two_calls, words, regions, **options))
+    assert_same(found, results(in_separate_calls, words, regions, **options))
     assert not torch.equal(found[0], results(F_itm.matching_loss, words, regions)[0])
 
 
-@pytest.mark.parametrize("size", [0, 1, 70])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"temperature": 4.0},
+        {"normalization": "softmax"},
+        {"negative_slope": 0.3},
+        {"focal": "equal"},
+        {"aggregation": "logsumexp"},
+        {"aggregation": "logsumexp", "logsumexp_temperature": 5.0},
+    ],
+    ids=str,
+)
+def test_every_option_of_the_other_direction_arrives(option: dict[str, Any]) -> None:
+    words, regions = sides()
+    found = results(F_itm.matching_loss, words, regions, attention="sum", other_direction=option)
+    assert_same(found, results(in_separate_calls, words, regions, attention="sum", other_direction=option))
+    less = dict(list(option.items())[:-1])
+    without = results(F_itm.matching_loss, words, regions, attention="sum", other_direction=less)
+    assert not torch.equal(found[0], without[0])
+
+
+@pytest.mark.parametrize("size", [0, 1, 70, 200])
 def test_sizes(size: int) -> None:
     words, regions = sides(size)
-    assert_same(results(F_itm.matching_loss, words, regions), results(in_two_calls, words, regions))
+    for attention in ("t2i", "mean"):
+        assert_same(
+            *(results(call, words, regions, attention=attention) for call in (F_itm.matching_loss, in_separate_calls))
+        )
 
 
-@pytest.mark.parametrize("attention", ["t2i", "i2t"])
+@pytest.mark.parametrize("attention", ["t2i", "i2t", "mean"])
 @pytest.mark.parametrize("loss", ["triplet", "boosting"])
 def test_the_reference_gives_the_same_numbers(attention: str, loss: str) -> None:
     words, regions = sides(dtype=torch.float64)
     options: dict[str, Any] = {"attention": attention, "loss": loss, "focal": "prob", "mining": "hardest"}
+    if attention == "mean":
+        options["other_direction"] = {"temperature": 4.0}
     if loss == "boosting":
         options |= {"anchor_scores": random_scores(SIZE), "strategy": "both", "soft": True}
     else:
@@ -122,13 +157,14 @@ def test_the_reference_gives_the_same_numbers(attention: str, loss: str) -> None
         torch.testing.assert_close(one, other)
 
 
-def test_gradients_of_one_result_or_one_side() -> None:
+@pytest.mark.parametrize("attention", ["t2i", "sum"])
+def test_gradients_of_one_result_or_one_side(attention: str) -> None:
     for chosen, wanted in product((0, 1), ((0,), (1,), (0, 1))):
         found = []
-        for function in (F_itm.matching_loss, in_two_calls):
+        for function in (F_itm.matching_loss, in_separate_calls):
             leaves = [side.values.detach().requires_grad_(i in wanted) for i, side in enumerate(sides())]
             words, regions = (side.with_values(leaf) for side, leaf in zip(sides(), leaves, strict=True))
-            result = function(words, regions)[chosen]
+            result = function(words, regions, attention=attention)[chosen]
             found.append(list(torch.autograd.grad(result.sum(), [leaves[i] for i in wanted])))
         assert_same(*found)
 
@@ -137,6 +173,7 @@ def test_a_second_backward_and_batched_gradients() -> None:
     for options in (
         {"mining": "hardest"},
         {"loss": "boosting", "anchor_scores": random_scores(SIZE, dtype=torch.float32)},
+        {"attention": "mean"},
     ):
         words, regions = sides()
         leaves = (words.values, regions.values)
@@ -145,12 +182,12 @@ def test_a_second_backward_and_batched_gradients() -> None:
         with native_calls() as calls:
             second = torch.autograd.grad(0.3 * loss, leaves, retain_graph=True)
         of_loss = f"{options.get('loss', 'triplet')}_loss_with_gradient"
-        assert [name for name, _ in calls] == [of_loss, *BACKWARD]
+        assert [name for name, _ in calls] == [of_loss, *BACKWARD, *BACKWARD[1:] * ("attention" in options)]
         assert_same(list(first), list(second))
         batch = [torch.tensor([0.3, 0.0, -2.0]), torch.linspace(-1, 1, 3 * SIZE**2).reshape(3, SIZE, SIZE)]
         found = [
             torch.autograd.grad(outputs, leaves, batch, is_grads_batched=True, retain_graph=True)
-            for outputs in ((loss, scores), in_two_calls(words, regions, **options))
+            for outputs in ((loss, scores), in_separate_calls(words, regions, **options))
         ]
         assert_same(*map(list, found))
 
@@ -188,15 +225,17 @@ def test_mostly_long_sets_on_a_gpu_are_scored_separately() -> None:
             return 2
 
     for queries, contexts, expected in ((256, 224, False), (257, 1, True), (1, 225, True)):
-        assert matching_loss.has_long_sets(OnGpu(queries), OnGpu(contexts)) is expected
-    assert not matching_loss.has_long_sets(random_fragments([300], 2), random_fragments([300], 2))
+        assert matching_loss.has_long_sets(OnGpu(queries), OnGpu(contexts), "i2t") is expected
+    for queries, contexts, expected in ((224, 224, False), (225, 1, True), (1, 225, True)):
+        assert matching_loss.has_long_sets(OnGpu(queries), OnGpu(contexts), "mean") is expected
+    assert not matching_loss.has_long_sets(random_fragments([300], 2), random_fragments([300], 2), "sum")
 
 
 def test_autocast_lowers_the_operands_and_keeps_float32_scores() -> None:
     words, regions = sides()
     with torch.autocast("cpu", dtype=torch.bfloat16), native_calls() as calls:
         found = results(F_itm.matching_loss, words, regions)
-        expected = results(in_two_calls, words, regions)
+        expected = results(in_separate_calls, words, regions)
     assert calls[0][1][0][0].dtype == torch.bfloat16
     assert [part.dtype for part in found] == [torch.float32] * 4
     assert_same(found, expected)
@@ -206,13 +245,15 @@ def test_autocast_lowers_the_operands_and_keeps_float32_scores() -> None:
 def test_opcheck() -> None:
     words, regions = (side.detach() for side in sides(dtype=torch.float64))
     operands = (words.values, words.offsets, regions.values, regions.offsets)
-    attention = ("t2i", 9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float64")
-    for anchor, mining in product((None, random_scores(SIZE)), ("hardest", "all")):
+    attention = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0)
+    for anchor, mining, direction in product((None, random_scores(SIZE)), ("hardest", "all"), ("t2i", "sum")):
         options = (0.2, mining, 0.1, "batch", False, "both", 0.5, True, "rows", "mean")
-        torch.library.opcheck(torch.ops.itm_fast.matching_loss.default, (*operands, anchor, None, *attention, *options))
+        scoring = (direction, *attention, "float64", *attention)
+        torch.library.opcheck(torch.ops.itm_fast.matching_loss.default, (*operands, anchor, None, *scoring, *options))
 
 
-def test_compiles_whole_into_the_separate_operators() -> None:
+@pytest.mark.parametrize("attention", ["t2i", "mean"])
+def test_compiles_whole_into_the_separate_operators(attention: str) -> None:
     names: list[str] = []
 
     def record(graph: torch.fx.GraphModule, _inputs: list[Any]) -> torch.fx.GraphModule:
@@ -223,11 +264,12 @@ def test_compiles_whole_into_the_separate_operators() -> None:
     torch._dynamo.reset()
     words, regions = sides()
     compiled = torch.compile(F_itm.matching_loss, fullgraph=True, backend=record)
-    found = results(compiled, words, regions, mining="all", margin=0.3)
+    options = {"attention": attention, "mining": "all", "margin": 0.3}
+    found = results(compiled, words, regions, **options)
     torch._dynamo.reset()
     assert any("cross_attention_scores" in name for name in names)
     assert not any("matching_loss" in name or "with_gradient" in name for name in names)
-    assert_same(found, results(in_two_calls, words, regions, mining="all", margin=0.3))
+    assert_same(found, results(in_separate_calls, words, regions, **options))
 
 
 def test_what_is_not_differentiable_says_so() -> None:
@@ -243,7 +285,27 @@ def test_what_is_not_differentiable_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"attention": "both"}, ValueError, "attention: expected one of 't2i', 'i2t', got 'both' (str)"),
+        (
+            {"attention": "both"},
+            ValueError,
+            "attention: expected one of 't2i', 'i2t', 'sum', 'mean', got 'both' (str)",
+        ),
+        (
+            {"other_direction": {}},
+            ValueError,
+            "other_direction: expected None with attention='t2i', got {} (dict)",
+        ),
+        (
+            {"attention": "sum", "other_direction": {"margin": 0.1}},
+            ValueError,
+            "other_direction: expected a dict with keys of 'temperature', 'normalization', 'negative_slope', 'focal', "
+            "'aggregation', 'logsumexp_temperature', got {'margin': 0.1} (dict)",
+        ),
+        (
+            {"attention": "mean", "other_direction": {"focal": "all"}},
+            ValueError,
+            "focal: expected one of None, 'equal', 'prob', 'hard', got 'all' (str)",
+        ),
         ({"loss": "contrastive"}, ValueError, "loss: expected one of 'triplet', 'boosting', got 'contrastive' (str)"),
         (
             {"loss": "boosting"},
@@ -306,13 +368,16 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
 def test_the_operator_itself_refuses_what_its_kernels_cannot_read() -> None:
     words, regions = (side.detach() for side in sides())
     operands = [words.values, words.offsets, regions.values, regions.offsets, None, None]
-    attention = ["t2i", 9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32"]
+    scoring = [9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0]
+    attention = ["t2i", *scoring, "float32", *scoring]
     options = [0.2, "hardest", 0.1, "batch", False, "both", 0.5, True, "rows", "mean"]
     operator = torch.ops.itm_fast.matching_loss
     with pytest.raises(RuntimeError, match="attention: unknown option 'both'"):
         operator(*operands, "both", *attention[1:], *options)
     with pytest.raises(RuntimeError, match="contexts: expected 7 sets like the queries, got 6"):
         operator(*operands[:3], regions.offsets[:-1], None, None, *attention, *options)
+    with pytest.raises(RuntimeError, match="focal: unknown option 'all'"):
+        operator(*operands, "sum", *attention[1:-3], "all", *attention[-2:], *options)
     with pytest.raises(RuntimeError, match="reduction: a gradient beside the loss needs 'sum' or 'mean'"):
         operator(*operands, *attention, *options[:-1], "none")
     with pytest.raises(RuntimeError, match="anchor_scores: expected the shape and the dtype of scores"):

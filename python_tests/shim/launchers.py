@@ -6,6 +6,7 @@ Inside: `compile_launchers`, `on_the_shim`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,28 +47,28 @@ def compile_launchers(folder: Path) -> Path:
 
 
 class _ToTheShim(TorchDispatchMode):
-    def __init__(self, names: set[str]) -> None:
+    def __init__(self, calls: Counter[str]) -> None:
         super().__init__()
-        self.names = names
+        self.calls = calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "itm_fast":
             return func(*args, **(kwargs or {}))
-        self.names.add(func.__name__.split(".")[0])
+        self.calls[func.__name__.split(".")[0]] += 1
         return func._op_dk(KEY, *args, **(kwargs or {}))
 
 
 @contextmanager
-def on_the_shim() -> Iterator[set[str]]:
-    """Run native operators with the launchers on the shim; yield the names of the operators that ran.
+def on_the_shim() -> Iterator[Counter[str]]:
+    """Run native operators with the launchers on the shim; yield the number of calls of each operator.
 
     New torch allocations are filled with NaN or the largest integer.
     """
-    names: set[str] = set()
+    calls: Counter[str] = Counter()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # Also fills new allocations.
     try:
-        with _ToTheShim(names):
-            yield names
+        with _ToTheShim(calls):
+            yield calls
     finally:
         torch.use_deterministic_algorithms(before)

@@ -22,7 +22,7 @@ from python_tests.helpers.regulators import random_parameters
 from python_tests.helpers.stand_in import stand_in
 from python_tests.helpers.triplet_cases import random_scores
 from python_tests.operators.test_devices import check_numbers
-from python_tests.operators.test_matching_loss import SIZE, assert_same, in_two_calls, results, sides
+from python_tests.operators.test_matching_loss import SIZE, assert_same, in_separate_calls, results, sides
 from python_tests.shim.launchers import compile_launchers, on_the_shim
 
 pytestmark = pytest.mark.shim
@@ -42,6 +42,8 @@ MATCHING: list[dict[str, Any]] = [
     {"mining": "hardest"},
     {"mining": "selective", "attention": "i2t", "positives": random_scores(SIZE, seed=3) > 0.6, "reduction": "mean"},
     {"loss": "boosting", "anchor_scores": ANCHOR.t(), "strategy": "both", "mining": "all"},
+    {"attention": "sum", "other_direction": {"temperature": 4.0, "normalization": "softmax", "focal": "equal"}},
+    {"attention": "mean", "loss": "boosting", "anchor_scores": ANCHOR, "other_direction": {"aggregation": "sum"}},
 ]
 
 
@@ -60,11 +62,11 @@ def test_numbers_gradients_and_launches(case: Case, launches: Callable[[], int])
     for number, dtype in enumerate(case.dtypes if case.name in IN_ALL_DTYPES else case.dtypes[:1]):
         size = 4 if number == 0 and not case.widened else 1
         inputs = inputs_of(case, number, size, dtype, "cpu")
-        with stand_in(), on_the_shim() as names:
+        with stand_in(), on_the_shim() as calls:
             before = launches()
             found = run_case(F_itm, case, inputs)
-            assert 1 <= launches() - before <= sum(AT_MOST[name] for name in names)
-        assert names == set(case.operators)
+            assert 1 <= launches() - before <= sum(AT_MOST[name] * times for name, times in calls.items())
+        assert set(calls) == set(case.operators)
         check_numbers(case, number, size, dtype, "cpu", found)
 
 
@@ -149,24 +151,28 @@ def test_scores_and_loss_together_have_the_bits_of_separate_launches(
     options: dict[str, Any], launches: Callable[[], int]
 ) -> None:
     found, counted = [], []
-    for function in (F_itm.matching_loss, in_two_calls):
+    for function in (F_itm.matching_loss, in_separate_calls):
         words, regions = sides()
         with stand_in(), on_the_shim():
             before = launches()
             found.append(results(function, words, regions, **options))
             counted.append(launches() - before)
     assert_same(*found)
-    # Two launches and three; both backwards scale the gradient, list the pairs, and compute the gradients.
-    assert counted == [2 + 3, 3 + 3]
+    # Both backwards scale the gradient; then, for each direction, they list the pairs and compute the gradients.
+    directions = 2 if options.get("attention") in ("sum", "mean") else 1
+    of_backward = 1 + 2 * directions
+    assert counted == [2 + of_backward, 2 * directions + 1 + of_backward]
 
 
 def test_scores_and_loss_of_no_pairs_and_of_too_many() -> None:
     options = (0.2, "hardest", 0.0, "batch", False, "absolute", 0.5, False, "both", "sum")
     nothing = (torch.zeros(0, 8), torch.zeros(1, dtype=torch.int64)) * 2
-    check_as_on_the_cpu(OPERATORS.matching_loss, *nothing, None, None, "t2i", *ATTENTION, *options)
+    scoring = (*ATTENTION, *ATTENTION[:-1])
+    for attention in ("t2i", "sum"):
+        check_as_on_the_cpu(OPERATORS.matching_loss, *nothing, None, None, attention, *scoring, *options)
     many = (torch.zeros(0, 8), torch.zeros(8194, dtype=torch.int64)) * 2
     with on_the_shim(), pytest.raises(RuntimeError, match="at most 8192 rows and columns for a gradient beside"):
-        OPERATORS.matching_loss(*many, None, None, "t2i", *ATTENTION, *options)
+        OPERATORS.matching_loss(*many, None, None, "t2i", *scoring, *options)
 
 
 def test_maxsim_scores_without_pairs_and_of_pairs_of_no_sets(launches: Callable[[], int]) -> None:

@@ -30,7 +30,7 @@ from python_tests.helpers.shim import (
 from python_tests.helpers.shim_checks import array
 from python_tests.shim.faults import planted
 from python_tests.shim.shim_attention import AttentionKernels
-from python_tests.shim.shim_matching import MatchingKernels, Side
+from python_tests.shim.shim_matching import OTHER, MatchingKernels, Side
 
 pytestmark = pytest.mark.shim
 
@@ -65,17 +65,21 @@ def check(
     mask: np.ndarray | None = None,
     *,
     is_transposed: bool = False,
+    weight_of_both: float = 0.0,
     seed: int = 0,
     **options: Any,
 ) -> None:
-    """Check that the bits of all results are those of the separate kernels."""
+    """Check that the bits of all results are those of the separate kernels. Both directions need `is_transposed`."""
     scores = separate[0].scores("float32", *queries, *contexts, seed=seed)
     scores = np.ascontiguousarray(scores.T) if is_transposed else scores
+    if weight_of_both > 0:
+        scores += separate[0].scores("float32", *contexts, *queries, seed=seed, **OTHER)
+        scores *= np.float32(weight_of_both)
     if anchor is None:
         expected = separate[1].triplet(scores, mask, seed=seed, **options)
     else:
         expected = separate[1].boosting(scores, anchor, mask, seed=seed, **options)
-    given = {"is_transposed": is_transposed, "seed": seed + 1, **options}
+    given = {"is_transposed": is_transposed, "weight_of_both": weight_of_both, "seed": seed + 1, **options}
     found = kernels.matching(queries, contexts, anchor, mask, **given)
     for name, one, other in zip(("scores", "loss", "negatives", "gradient"), found, [scores, *expected], strict=True):
         assert one.tobytes() == other.tobytes(), f"wrong {name}"
@@ -88,8 +92,10 @@ def test_all_results_are_those_of_separate_launches(
 ) -> None:
     lengths = data.draw(st.lists(st.sampled_from([0, 1, 3, 9, 30, 70]), min_size=1, max_size=14))
     longest = data.draw(st.sampled_from([4, 60]))
+    weight = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     # Separate launches score sets piece by piece if their average is longer than a tile.
-    assume(sum(lengths) <= 64 * len(lengths) and (longest < 60 or len(lengths) > 1))
+    widest = 48 if weight > 0 else 64
+    assume(sum(lengths) <= widest * len(lengths) and (longest < 60 or len(lengths) > 1))
     seed = data.draw(st.integers(0, 2**31))
     boosted = data.draw(st.booleans())
     options: dict[str, Any] = {
@@ -110,7 +116,8 @@ def test_all_results_are_those_of_separate_launches(
         *sides(lengths, longest, seed % 1000),
         matrices[0].numpy() if boosted else None,
         array(matrices[1] > 0.4) if data.draw(st.booleans()) else None,
-        is_transposed=data.draw(st.booleans()),
+        is_transposed=weight > 0 or data.draw(st.booleans()),
+        weight_of_both=weight,
         seed=seed,
         **options,
     )
@@ -120,12 +127,14 @@ FIXED = [3, 30, 9, 0, 12, 40, 1, 20, 6]
 
 
 def check_fixed(kernels: MatchingKernels, separate: Separate) -> None:
-    """Check several tiles per block and several blocks, short and long sets, both losses."""
+    """Check several tiles per block and several blocks, short and long sets, both losses, one direction and both."""
     for seed, longest in enumerate((5, 60)):
         queries, contexts = sides(FIXED, longest, seed)
         anchor = random_pair(len(FIXED), torch.float32, seed)[0].numpy()
         check(kernels, separate, queries, contexts, is_transposed=True, seed=seed, blocks=3, mining="hardest")
         check(kernels, separate, queries, contexts, anchor, seed=seed, blocks=2, mining="all", strategy="both")
+        both = {"is_transposed": True, "weight_of_both": 0.5}
+        check(kernels, separate, queries, contexts, seed=seed, blocks=3, mining="selective", **both)
 
 
 def test_the_kernels_as_they_are_pass(kernels: MatchingKernels, separate: Separate) -> None:
@@ -145,7 +154,27 @@ FAULTS = {
         (SCORES, "return p.is_transposed ? context * p.queries.n_sets + query", "return false ? context"),
         r"^wrong scores",
     ),
-    "counters that do not start at zero": ((LAUNCH, "return zeros;", "return 0 * zeros;"), r"barrier of the grid"),
+    "both directions: missing barrier of the grid before the sum": (
+        (BODY, "  grid_barrier(p.one.scored, 1);\n", ""),
+        r"barrier of the grid",
+    ),
+    "both directions: missing barrier of the grid before the loss": (
+        (BODY, "  grid_barrier(p.one.scored, 2);\n", ""),
+        r"^wrong ",
+    ),
+    "both directions: the first tiles of the second left out": (
+        (BODY, "(p.other, (block_index()", "(p.other, 1 + (block_index()"),
+        r"^wrong scores",
+    ),
+    "both directions: a sum instead of the mean": ((BODY, "        p.weight * (", "        ("), r"^wrong scores"),
+    "both directions: one block of the second not prepared": (
+        (SCORES, "block_index() - p.blocks_of_one)", "block_index() - p.blocks_of_one + 1)"),
+        r"^wrong scores",
+    ),
+    "counters that do not start at zero": (
+        (LAUNCH, "(p.scoring, workspace);\n  return zeros;", "(p.scoring, workspace);\n  return 0 * zeros;"),
+        r"barrier of the grid",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from itm_fast.losses import TripletLoss
 from itm_fast.models.chan import CHAN
 from itm_fast.models.scan import SCAN
+from itm_fast.nn import AttentionScores
 from itm_fast.training.replicas import Replicas
 from python_tests.helpers.fragments import native_calls
 from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
@@ -24,14 +25,17 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "selective": {"mining": "selective", "mean_loss": True, "halve_loss": True, "exclude_same_image": True},
     "warm-up": {"warmup_epochs": 1},
     "chan": {"model": "chan"},
+    "both directions": {"model_options": {**OPTIONS, "direction": "mean"}},
+    "logsumexp of both": {"model_options": {**OPTIONS, "direction": "mean", "aggregation": "logsumexp"}},
+    "bfan": {"model": "bfan"},
+    "bfan prob": {"model": "bfan", "model_options": {**OPTIONS, "focal": "prob"}, "mining": "selective"},
     "bfloat16": {"precision": "bfloat16"},
     "micro-batches": {"micro_batch": 12},
     "oss": {"scenario": "oss"},
     "mss": {"scenario": "mss"},
 }
 SEPARATE: dict[str, dict[str, Any]] = {
-    "both directions": {"model_options": {**OPTIONS, "direction": "mean"}},
-    "bfan": {"model": "bfan"},
+    "bfan with regulators": {"model": "bfan", "model_options": {**OPTIONS, "regulator": "rcar"}},
     "regulators": {"model_options": {**OPTIONS, "regulator": "rcar"}},
     "polynomial": {"loss": "polynomial"},
 }
@@ -97,6 +101,6 @@ def test_a_subclass_with_its_own_scores_or_loss_is_respected(data: Path, tmp_pat
     scores, loss = replicas.scores_and_loss(trainer.model, batch, Squared(), None)
     assert loss is None
     assert torch.equal(scores, replicas.scores(trainer.model, batch))
-    assert Scaled(trainer.model.config).single_attention is None
-    assert Named.single_attention is CHAN.single_attention is not None
-    assert trainer.model.single_attention == ("t2i", trainer.model.text_to_image)
+    assert Scaled(trainer.model.config).attention_scores is None
+    assert Named.attention_scores is CHAN.attention_scores is not None
+    assert trainer.model.attention_scores == AttentionScores(t2i=trainer.model.text_to_image)

@@ -50,13 +50,12 @@ ITM_FAST_DEVICE void write_query_norm(const ScoreProblem<S>& p, int64_t row) {
   if (lane() == 0) p.query_norms[row] = norm;
 }
 
-// Grid: a block for each plan, one per context set, then one per kNormRows queries.
+// The part of one block. Grid: a block for each plan, one per context set, then one per kNormRows queries.
 inline constexpr int64_t kNormRows = 64;
 
 template <typename Tile, typename S>
-ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p) {
+ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p, int64_t block) {
   static_assert(Tile::kThreads == SetTile::kThreads);
-  int64_t block = block_index();
   if (block == 0) {
     plan_tiles<Tile::kWindow>(p.contexts, Tile::kRows, p.context_tiles);
   } else if (block == 1) {
@@ -68,6 +67,27 @@ ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p) {
     for (int64_t row = first + warp(); row < first + kNormRows && row < p.queries.n_rows; row += Tile::kWarps) {
       write_query_norm(p, row);
     }
+  }
+}
+
+template <typename Tile, typename S>
+ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p) {
+  prepare_scores<Tile>(p, block_index());
+}
+
+// Two problems in one launch: the blocks of one, then those of the other.
+template <typename S>
+struct PreparationOfBoth {
+  ScoreProblem<S> one, other;
+  int64_t blocks_of_one;
+};
+
+template <typename Tile, typename S>
+ITM_FAST_DEVICE void prepare_scores(const PreparationOfBoth<S>& p) {
+  if (block_index() < p.blocks_of_one) {
+    prepare_scores<Tile>(p.one, block_index());
+  } else {
+    prepare_scores<Tile>(p.other, block_index() - p.blocks_of_one);
   }
 }
 

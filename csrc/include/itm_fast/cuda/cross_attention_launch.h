@@ -29,6 +29,14 @@ template <typename S>
 int64_t preparing_blocks(const ScoreProblem<S>& p) {
   return 2 + p.contexts.n_sets + (p.queries.n_rows + kNormRows - 1) / kNormRows;
 }
+template <typename S>
+PreparationOfBoth<S> preparation_of_both(const ScoreProblem<S>& one, const ScoreProblem<S>& other) {
+  return {one, other, preparing_blocks(one)};
+}
+template <typename S>
+int64_t preparing_blocks(const PreparationOfBoth<S>& p) {
+  return p.blocks_of_one + preparing_blocks(p.other);
+}
 
 template <typename S>
 int64_t scoring_blocks(const ScoreProblem<S>& p) {

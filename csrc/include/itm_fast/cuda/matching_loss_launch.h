@@ -1,5 +1,7 @@
-// Launch of the kernel of matching_loss: grid and workspace. Host code, shared by the launcher and the tests.
+// Launch of the kernels of matching_loss: grids and workspace. Host code, shared by the launcher and the tests.
 #pragma once
+
+#include <algorithm>
 
 #include "itm_fast/cuda/cross_attention_launch.h"
 #include "itm_fast/cuda/matching_loss.h"
@@ -17,13 +19,23 @@ int64_t place_matching(MatchingProblem<S, Problem>& p, float* loss, int64_t* neg
   place_scores<Tile>(p.scoring, workspace);
   return zeros;
 }
+template <typename Tile, typename S, typename Problem>
+int64_t place_matching(MatchingOfBoth<S, Problem>& p, float* loss, int64_t* negatives, Workspace& workspace) {
+  const int64_t zeros = place_matching<Tile>(p.one, loss, negatives, workspace);
+  place_scores<Tile>(p.other, workspace);
+  return zeros;
+}
 
-// The number of blocks that have work in one of the two phases.
+// The number of blocks that have work in one of the phases.
 template <typename S, typename Problem>
 int64_t matching_blocks(const MatchingProblem<S, Problem>& p) {
-  const int64_t size = p.loss.forward.problem.rows, scoring = scoring_blocks(p.scoring);
+  const int64_t size = p.loss.forward.problem.rows;
   const int64_t tiles = p.in_large_tiles ? blocks_of<LargeTile>(size, size) : blocks_of<SmallTile>(size, size);
-  return scoring > tiles ? scoring : tiles;
+  return std::max(scoring_blocks(p.scoring), tiles);
+}
+template <typename S, typename Problem>
+int64_t matching_blocks(const MatchingOfBoth<S, Problem>& p) {
+  return std::max(scoring_blocks(p.one.scoring) + scoring_blocks(p.other), matching_blocks(p.one));
 }
 
 }  // namespace itm_fast::cuda
