@@ -75,7 +75,7 @@ def test_demo_trains_on_the_training_split_alone(
     index = Index.open(served[0][0])
     assert (index.size("images"), index.size("captions"), index.manifest.generation) == (14, 70, 1)
 
-    # An index of the user in the same place is not replaced, and the demo does not train in vain.
+    # An index of the user in the same place is not replaced. The demo refuses before it trains.
     Index.build(models.load(out), pictures[:2], place, overwrite=True)
     message = f"{place}: contains an index of another model, and the demo writes one; choose another --out"
     assert error(capsys, "demo", "--out", out) == (1, message)

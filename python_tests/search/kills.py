@@ -82,7 +82,7 @@ def run_child(change: Callable[[], object], calls: Calls, report: Path | None = 
 def main(data: Path, out: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGALRM, chain=True)
-    # A fork of a process with threads may inherit a lock that nobody releases.
+    # A fork of a process with threads may inherit a lock that no thread releases.
     tqdm.monitor_interval = 0
     chosen = random.Random(seed)
     train, dev = concepts(data), concepts(data, "dev")
