@@ -90,7 +90,7 @@ def was_killed(child: int) -> bool:
 
 def main(data: Path, out: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
-    # A fork of a process with threads may inherit a lock that nobody releases.
+    # A fork of a process with threads may inherit a lock that no thread releases.
     tqdm.monitor_interval = 0
     started = time.monotonic()
     was_killed(start(settings_of(data, out / "whole"), Calls(), out / "calls.json"))
