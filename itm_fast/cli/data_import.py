@@ -88,6 +88,14 @@ def import_command(
             metavar="N", min=1, max=4096, help="Without --encoder: height and width of the pictures in pixels."
         ),
     ] = 224,
+    stretch: Annotated[
+        bool,
+        typer.Option(
+            "--stretch",
+            help="Without --encoder: scale height and width to --size each, as LAPS and SigLIP do. Default: scale the "
+            "shorter edge, and crop the centre.",
+        ),
+    ] = False,
     grid: Annotated[
         int,
         typer.Option(
@@ -148,6 +156,8 @@ def import_command(
     shares = _shares(split)
     where = device_of(device)
     vision = detector = None
+    if stretch and encoder is not None:
+        raise ValueError("--stretch: expected only without --encoder, which says how pictures are scaled")
     if encoder is not None and is_detector_folder(encoder):
         if (layer, pool) != (-1, "patches"):
             raise ValueError(f"--layer, --pool: expected neither, as {encoder} is a Faster R-CNN")
@@ -172,7 +182,7 @@ def import_command(
         manifest = import_features(found.splits, captions, out, vision, dtype=dtype.value, **common)
         scaling = vision.preprocessing
     else:
-        square = Preprocessing(size, shortest_edge=size)
+        square = Preprocessing(size, shortest_edge=None if stretch else size)
         manifest = import_pictures(found.splits, captions, out, square, grid=grid, **compressed)
     if pictures and scaling is not None:
         import_pictures(found.splits, captions, out / PICTURES_FOLDER, scaling, grid=1, **compressed)

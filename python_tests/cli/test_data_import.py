@@ -123,6 +123,25 @@ def test_stored_pictures_become_a_trained_model(
     assert page.read_text(encoding="utf-8").count("data:image/png") > 2
 
 
+@pytest.mark.parametrize("stretch", [True, False])
+def test_oblong_pictures_are_cropped_or_stretched(tmp_path: Path, stretch: bool) -> None:
+    """Three shades side by side: a crop has the middle one, a stretched picture all."""
+    (tmp_path / "pictures").mkdir()
+    shades = np.repeat(np.repeat(np.array([[0, 128, 255]], dtype=np.uint8), 12, axis=1), 12, axis=0)
+    Image.fromarray(shades).save(tmp_path / "pictures" / "wide.png")
+    Image.fromarray(shades.T.copy()).save(tmp_path / "pictures" / "tall.png")
+    captions = tmp_path / "captions.csv"
+    captions.write_text("image,caption,split\nwide.png,a b,train\ntall.png,a b,dev\n")
+    command = ["data", "import", "--images", tmp_path / "pictures", "--captions", captions, "--out", tmp_path / "store",
+               "--workers", 0, "--min-count", 1, "--size", 12, "--grid", 1, "--format", "webp"]  # fmt: skip
+    assert run(command + ["--stretch"] * stretch) == 0
+    vocabulary = Vocabulary.from_file(tmp_path / "store" / "vocab.json")
+    for split in ("train", "dev"):
+        pixels = open_split(tmp_path / "store", split, vocabulary).image_batch([0]).view(12, 12, 3).mean(2)
+        corners = sorted(round(float(pixels[row, column]), 1) for row in (0, -1) for column in (0, -1))
+        assert corners == ([-1, -1, 1, 1] if stretch else [0, 0, 0, 0])
+
+
 def test_damaged_pictures_of_a_store_are_found(tmp_path: Path, arguments: list[object]) -> None:
     assert run(arguments) == 0
     store = tmp_path / "store" / "pictures"
@@ -381,6 +400,9 @@ def test_options_that_do_not_fit_are_one_line(
         1, "--split: expected three shares such as 0.8,0.1,0.1, got most"
     )  # fmt: skip
     assert error(capsys, *arguments, "--pool", "some")[1].startswith("pool: expected patches, class, mean, or a grid")
+    assert error(capsys, *arguments, "--stretch") == (
+        1, "--stretch: expected only without --encoder, which says how pictures are scaled"
+    )  # fmt: skip
     assert error(capsys, *arguments, "--device", "no") == (
         1, "device: expected a device such as cpu or cuda, got 'no'"
     )  # fmt: skip

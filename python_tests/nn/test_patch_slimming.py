@@ -15,6 +15,7 @@ from torch.nn import functional
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, models
 from itm_fast.nn.patch_slimming import PatchSlimming
+from itm_fast.nn.vision_backbone import backbone_settings, class_of
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.pictures import write_encoder
 from python_tests.helpers.pixels import write_pixels
@@ -147,6 +148,29 @@ def test_special_sets() -> None:
     assert module(random_fragments([], DIM, torch.float32, 1), captions).shape == (0, 2)
     zeros = Fragments.from_padded(torch.zeros(1, 9, DIM, requires_grad=True))
     assert torch.isfinite(module(zeros, captions)).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "side", "window", "n_patches"),
+    [("vit", 224, 0, 196), ("vit", 384, 0, 576), ("swin", 224, 7, 49), ("swin", 384, 12, 144)],
+)
+def test_the_sizes_of_the_paper(kind: str, side: int, window: int, n_patches: int) -> None:
+    """With the patches and stages of the base models, and small widths."""
+    # fmt: off
+    small = {"vit": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
+             "swin": {"embed_dim": 4, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 1, 1], "window_size": window}}
+    # fmt: on
+    config = class_of(kind).config_class(**small[kind], image_size=side, patch_size=16 if kind == "vit" else 4)
+    class_token = kind == "vit"
+    model = models.create(
+        "laps", vocab_size=9, feature_dim=3 * 16**2, embed_dim=8, word_dim=4, n_regions=n_patches + class_token,
+        image_encoder="backbone", image_class_token=class_token,
+        image_backbone={"config": backbone_settings(kind, config), "mean": [0.5] * 3, "std": [0.5] * 3},
+    )  # fmt: skip
+    features = torch.rand(2, (side // 16) ** 2, 3 * 16**2) * 2 - 1
+    scores = model(features, torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 1]))
+    assert scores.shape == (2, 2)
+    assert torch.isfinite(scores).all()
 
 
 def test_bad_settings() -> None:
