@@ -308,7 +308,7 @@ def test_captions_that_bert_cannot_read_are_found_at_the_start(
         command = evaluate if split == "test" else [*train, tmp_path / "refused"]
         found = f"got 17: {('red ' * 15).strip()!r}"
         assert error_of(capsys, *command) == (
-            f"{path}: expected at most 16 tokens in a caption, as many as the model reads, {found}"
+            f"{path}: line 1: expected at most 16 tokens in a caption, as many as the model reads, {found}"
         )
         path.write_text(captions)
     assert not (tmp_path / "refused").exists()

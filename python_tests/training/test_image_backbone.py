@@ -126,6 +126,8 @@ def test_gradients_in_parts_equal_those_of_the_whole_batch(
         {"scenario": "addr", "alternation": "step"},
         {"loss": "infonce", "mining": "all"},
         {"image_frozen_epochs": 1, "scenario": "oss"},
+        {"model": "laps", "image_class_token": True, "scenario": "oss", "micro_batch": 5},
+        {"model": "laps", "scenario": "addr", "alternation": "step"},
     ],
     ids=str,
 )
