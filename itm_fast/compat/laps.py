@@ -45,7 +45,7 @@ _NAMES: Names = {
 }
 # The official code normalises the pixels by these numbers, whatever the vision model was pretrained with.
 _COLOURS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-# `data import` cuts pictures into so many patches per side unless told otherwise.
+# Patches per side that `data import` cuts pictures into by default.
 _GRID = 7
 
 
