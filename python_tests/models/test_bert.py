@@ -472,6 +472,6 @@ def test_heads_of_a_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.Capt
         == f"{gru}: bert_heads: got 12, but the text encoder is a GRU"
     )
     assert error_of(capsys, "convert", gru, "--source", "scan", "--vocab", words, "--out", out, "--bert-heads", 12) == (
-        "bert_heads: expected only for esa, chan, vse_infty, rvsepp, oscar, got 12 for scan"
+        "bert_heads: expected only for esa, chan, vse_infty, rvsepp, oscar, laps, got 12 for scan"
     )
     assert not out.exists()
