@@ -6,9 +6,12 @@ import shlex
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from itm_fast.data import Vocabulary
 
 # As many are printed; the file names all.
 _PRINTED = 10
@@ -88,6 +91,14 @@ def import_command(
             metavar="N", min=1, max=4096, help="Without --encoder: height and width of the pictures in pixels."
         ),
     ] = 224,
+    stretch: Annotated[
+        bool,
+        typer.Option(
+            "--stretch",
+            help="Without --encoder: scale height and width to --size each, as LAPS and SigLIP do. Default: scale the "
+            "shorter edge, and crop the centre.",
+        ),
+    ] = False,
     grid: Annotated[
         int,
         typer.Option(
@@ -107,11 +118,25 @@ def import_command(
         ),
     ] = True,
     vocab: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: built from the captions of train.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Vocabulary JSON, vocab.txt of a BERT, or the folder of a BERT, CLIP or SigLIP. Default: built from "
+            "the captions of train.",
+        ),
     ] = None,
     min_count: Annotated[
         int, typer.Option(metavar="N", min=1, help="Minimum occurrences of a word in a vocabulary that is built.")
     ] = 4,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=3,
+            help="Maximum tokens of a caption in the vocabulary, with those at its start and end. Longer ones count as "
+            "captions that cannot be used. Default: no limit.",
+        ),
+    ] = None,
     skip_bad: Annotated[
         bool,
         typer.Option(
@@ -130,7 +155,6 @@ def import_command(
     Pictures never appear in two splits: copies of a file are drawn together, and pictures of different splits that look
     the same are listed. Nothing is downloaded. Run the same command again to continue an interrupted one.
     """
-    from itm_fast.data import Vocabulary
     from itm_fast.data.import_pictures import import_features, import_pictures, import_regions
     from itm_fast.data.pack import check_target
     from itm_fast.data.picture_folder import collect
@@ -144,10 +168,12 @@ def import_command(
     processes = min(processors.available(), 16) if workers is None else workers
     processors.check_count("workers", processes)
     check_target(out)
-    words = None if vocab is None else Vocabulary.from_file(vocab)
+    words = None if vocab is None else _vocabulary(vocab)
     shares = _shares(split)
     where = device_of(device)
     vision = detector = None
+    if stretch and encoder is not None:
+        raise ValueError("--stretch: expected only without --encoder, which says how pictures are scaled")
     if encoder is not None and is_detector_folder(encoder):
         if (layer, pool) != (-1, "patches"):
             raise ValueError(f"--layer, --pool: expected neither, as {encoder} is a Faster R-CNN")
@@ -158,10 +184,15 @@ def import_command(
         vision = load_picture_encoder(encoder, layer=layer, pool=pool, device=where)
     elif size % grid:
         raise ValueError(f"--grid: expected a divisor of --size {size}, got {grid}")
-    found = collect(images, captions, shares=shares, seed=seed, skip_bad=skip_bad, workers=processes, progress=True)
+    found = collect(
+        images, captions, shares=shares, seed=seed, skip_bad=skip_bad, max_tokens=max_tokens, vocabulary=words,
+        workers=processes, progress=True,
+    )  # fmt: skip
     if found.duplicates:
         # Encoding takes long, so they come before it.
-        _list(f"pictures of different splits that look the same, later all in {out / DUPLICATES}", found.duplicates)
+        several = "s" * (len(found.duplicates) > 1)
+        _list(f"pair{several} of pictures in different splits that look the same, later all in {out / DUPLICATES}",
+              found.duplicates)  # fmt: skip
     common: dict[str, Any] = {"vocabulary": words, "min_count": min_count, "workers": processes, "progress": True}
     compressed: dict[str, Any] = {**common, "dtype": picture_format.value, "quality": quality}
     scaling: Preprocessing | KeptProportions | None = None
@@ -172,7 +203,7 @@ def import_command(
         manifest = import_features(found.splits, captions, out, vision, dtype=dtype.value, **common)
         scaling = vision.preprocessing
     else:
-        square = Preprocessing(size, shortest_edge=size)
+        square = Preprocessing(size, shortest_edge=None if stretch else size)
         manifest = import_pictures(found.splits, captions, out, square, grid=grid, **compressed)
     if pictures and scaling is not None:
         import_pictures(found.splits, captions, out / PICTURES_FOLDER, scaling, grid=1, **compressed)
@@ -190,6 +221,18 @@ def import_command(
         atomic.write_text(out / DUPLICATES, "".join(f"{line}\n" for line in found.duplicates))
     report = " --report" if encoder is None or pictures else ""
     typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{report}")
+
+
+def _vocabulary(path: Path) -> Vocabulary:
+    from itm_fast.data import TokenizerVocabulary, Vocabulary
+    from itm_fast.models.bert_folder import bert_vocabulary_file
+    from itm_fast.models.pretrained_folder import read_config
+    from itm_fast.nn.clip_encoders import CLIP_KINDS
+
+    if not path.is_dir():
+        return Vocabulary.from_file(path)
+    _, kind = read_config(path / "config.json", ("bert", *CLIP_KINDS), "a BERT, CLIP or SigLIP")
+    return Vocabulary.from_file(bert_vocabulary_file(path)) if kind == "bert" else TokenizerVocabulary.from_folder(path)
 
 
 def _shares(text: str) -> list[float]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from itm_fast import config as settings
-from itm_fast.compat import bfan, chan, dbl, esa, naaf, oscar, pfan, rcar, rvsepp, scan, sgraf, vse_infty
+from itm_fast.compat import bfan, chan, dbl, esa, laps, naaf, oscar, pfan, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint, read_state_dict
 from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.files import atomic, regular
@@ -58,6 +58,7 @@ SOURCES: Mapping[str, Source] = {
     "vse_infty": Source(vse_infty.read, has_mask=lambda _: True, bert=True),
     "rvsepp": Source(rvsepp.read, has_mask=lambda _: True, bert=True),
     "oscar": Source(oscar.read, bert=True, open=read_state_dict),
+    "laps": Source(laps.read, bert=True),
 }
 
 

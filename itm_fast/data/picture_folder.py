@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from itm_fast.data.caption_files import Row, read_caption_file
 from itm_fast.data.picture_files import Look, decoded, look_at, near_duplicates, readable_formats
+from itm_fast.data.tokenization import tokenize
+from itm_fast.data.vocabulary import Vocabulary
 
 __all__ = ["Collection", "SplitPictures", "collect", "pictures_in"]
 
@@ -58,6 +60,8 @@ def collect(
     shares: Sequence[float] = (0.8, 0.1, 0.1),
     seed: int = 0,
     skip_bad: bool = False,
+    max_tokens: int | None = None,
+    vocabulary: Vocabulary | None = None,
     workers: int = 0,
     progress: bool = False,
 ) -> Collection:
@@ -69,6 +73,8 @@ def collect(
         shares: the shares of pictures in train, dev and test, if the file names no splits.
         seed: of the division.
         skip_bad: leave out pictures and captions that cannot be used; False: raise an error.
+        max_tokens: maximum tokens of a caption, with those at its start and end; None: no limit.
+        vocabulary: counts the tokens; None: each word is a token.
         workers: processes that decode; 0: this process.
         progress: show a progress bar on a terminal.
 
@@ -89,6 +95,8 @@ def collect(
         for path in pictures_in(images)
         if path.resolve() not in known
     ]
+    if max_tokens is not None:
+        rows = _short_enough(rows, max_tokens, vocabulary, skipped)
     if skipped and not skip_bad:
         raise _refusal(skipped)
     looks = _look_at_all(rows, paths, skipped, workers, progress)
@@ -106,6 +114,18 @@ def collect(
 def _refusal(problems: list[str]) -> ValueError:
     more = f" ({len(problems) - 1:,} more problem{'s' * (len(problems) > 2)})" if len(problems) > 1 else ""
     return ValueError(f"{problems[0]}{more}; --skip-bad leaves such pictures and captions out and lists them")
+
+
+def _short_enough(rows: Sequence[Row], max_tokens: int, vocabulary: Vocabulary | None, skipped: list[str]) -> list[Row]:
+    """Return the captions of at most `max_tokens` tokens; report the others."""
+    kept = []
+    for row in rows:
+        count = len(tokenize(row.caption)) + 2 if vocabulary is None else len(vocabulary.encode(row.caption))
+        if count <= max_tokens:
+            kept.append(row)
+        else:
+            skipped.append(f"{row.place}: expected at most {max_tokens} tokens in a caption, got {count}")
+    return kept
 
 
 def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, Path]:

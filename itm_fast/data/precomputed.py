@@ -80,9 +80,10 @@ class PrecomputedDataset(CaptionDataset):
             tags = layout.read_tags(tags_path, len(features), self.repeated)
 
         self._counts = counts
+        self._kept: np.ndarray | None = None
         boxes = self._read_boxes(rows)
         if max_images is not None and max_images < len(features):
-            kept = np.flatnonzero(caption_image < max_images)
+            self._kept = kept = np.flatnonzero(caption_image < max_images)
             captions, caption_image = [captions[index] for index in kept], caption_image[kept]
             features, image_ids = features[:max_images], image_ids and image_ids[:max_images]
             tags = None if tags is None else tags[:max_images]
@@ -122,9 +123,14 @@ class PrecomputedDataset(CaptionDataset):
             return
         worst = int(self.caption_lengths.argmax())
         raise ValueError(
-            f"{layout.split_path(self.directory, self.split, 'caps.txt')}: expected at most {longest} tokens in a "
-            f"caption, as many as the model reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
+            f"{self._place_of_caption(worst)}: expected at most {longest} tokens in a caption, as many as the model "
+            f"reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
         )
+
+    def _place_of_caption(self, caption: int) -> str:
+        """Return the file and the line of a caption, for messages."""
+        line = caption if self._kept is None else int(self._kept[caption])
+        return f"{layout.split_path(self.directory, self.split, 'caps.txt')}: line {line + 1}"
 
     def warn_of_rare_words(self, min_count: int) -> None:
         """Warn if a vocabulary built from these captions leaves out many of their words, as on small data.

@@ -25,6 +25,7 @@ from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
 from itm_fast.data.store_index import check_token_ids, texts
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import regular
+from itm_fast.files.messages import shown
 from itm_fast.files.processors import check_count
 from itm_fast.fragments import Fragments
 
@@ -236,6 +237,11 @@ class StoreDataset(PrecomputedDataset):
 
     def place_of(self, image: int) -> str:
         return self.features.place_of(image)
+
+    def _place_of_caption(self, caption: int) -> str:
+        image = int(self.caption_image[caption])
+        name = "" if self.image_ids is None else f" ({shown(self.image_ids[image])})"
+        return f"{self.directory}: caption of image {image}{name} of {self.split}"
 
     @property
     def zeros_advice(self) -> str:

@@ -11,6 +11,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
 from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.models.fragment_model import FragmentModel
+from itm_fast.models.regulators import PairSteps, check_pair, pairwise_weights
 from itm_fast.nn.patch_slimming import PatchSlimming
 
 __all__ = ["LAPS", "LAPSConfig"]
@@ -85,3 +86,24 @@ class LAPS(FragmentModel):
         return F_itm.gradient_sparse_scores(
             self.similarity, images, captions, chunk_pairs=max(1, _CHUNK_ELEMENTS // widest)
         )
+
+    def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
+        """Return the weights of the regions of image i in the token that each word of caption i is most similar to.
+
+        Returns:
+            float32 (n_words, n_regions) for each i; see `PatchSlimming.weights`.
+
+        Raises:
+            ValueError: the numbers of images and captions differ.
+        """
+        return pairwise_weights(self.similarity, images, captions)
+
+    def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
+        """Return the intermediate results of one image and one caption, words to regions; ValueError for more.
+
+        The inverse temperature is the learned scale of the aggregation's weights.
+        """
+        check_pair(images, captions)
+        (weights,) = self.word_attention(images, captions)
+        temperatures = self.similarity.scale.detach().float().expand(len(weights))
+        return {"t2i": PairSteps([weights], [temperatures], {}, self.score(images, captions)[0, 0])}

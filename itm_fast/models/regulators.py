@@ -19,6 +19,7 @@ from itm_fast.nn import (
     CrossAttentionScores,
     MessagePassing,
     NegativeAwareSimilarity,
+    PatchSlimming,
     RegulatedSimilarity,
 )
 from itm_fast.nn.regulated_similarity import FACTORS, FORMS
@@ -135,7 +136,8 @@ def pairwise_weights(
     | RegulatedSimilarity
     | CrossAttentionAlignments
     | MessagePassing
-    | NegativeAwareSimilarity,
+    | NegativeAwareSimilarity
+    | PatchSlimming,
     images: Fragments,
     captions: Fragments,
 ) -> list[Tensor]:

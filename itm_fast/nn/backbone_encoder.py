@@ -14,6 +14,8 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import CHANNELS, as_pictures, patch_side
+from itm_fast.nn.published_names import keep_published_names
+from itm_fast.nn.timm_backbone import TIMM
 from itm_fast.nn.vision_backbone import build_backbone, layout_of
 
 __all__ = ["BackboneEncoder"]
@@ -75,6 +77,8 @@ class BackboneEncoder(nn.Module):
         # First, because the gradient of an encoder's first weight is logged.
         self.fc: nn.Module = linear_layer(self.width, embed_dim)
         self.backbone = backbone
+        if self.kind != TIMM:
+            keep_published_names(self, self.kind)
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(_colours(settings, name)).view(CHANNELS, 1, 1), persistent=False)
 

@@ -18,6 +18,7 @@ from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.nn.backbone_encoder import BackboneEncoder
 from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.published_names import keep_published_names
 from itm_fast.nn.text_encoder import check_captions
 from itm_fast.nn.vision_backbone import built, check_layers, class_named
 
@@ -145,6 +146,7 @@ class ClipTextEncoder(nn.Module):
         if self.fills:
             tower_of(backbone).head = nn.Identity()
         self.backbone = backbone
+        keep_published_names(self, self._kind)
 
     def forward(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
         """Encode the tokens of captions as Fragments of rows (sum of lengths, d), l2-normalised.

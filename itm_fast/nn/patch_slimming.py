@@ -82,17 +82,37 @@ class PatchSlimming(nn.Module):
         patches = regions[:, int(self.class_token) :]  # (n, k, d)
         words, lengths = captions.to_padded()  # (m, w, d), (m,)
         inside = torch.arange(words.shape[1], device=words.device) < lengths[:, None]
-        significance = self._significance(patches, words, lengths)  # (n, m, k)
-        weights = self._weights(patches, significance)  # (n, m, t, k)
-        tokens = weights @ patches[:, None]  # (n, m, t, d)
-        if self.class_token:
-            first = regions[:, None, :1].expand(-1, tokens.shape[1], -1, -1)
-            tokens = torch.cat([first, tokens], dim=2)
-        cosines = l2norm(tokens) @ l2norm(words).transpose(1, 2)  # (n, m, t, w)
-        cosines = nn.functional.leaky_relu(cosines, 0.1)
+        cosines = self._cosines(regions, words, self._weights(patches, self._significance(patches, words, lengths)))
         of_words = (cosines.max(dim=2).values * inside).sum(2) / lengths.clamp(min=1)
         best = cosines.masked_fill(~inside[None, :, None], -torch.inf).max(dim=3).values
         return of_words + best.masked_fill(lengths[None, :, None] == 0, 0.0).mean(2)
+
+    @torch.no_grad()
+    def weights(self, words: Tensor, regions: Tensor) -> Tensor:
+        """Return the weights of the regions (k, d) in the token that each of the words (w, d) is most similar to.
+
+        Returns:
+            (w, k). Rows sum to one. If all patches are kept, a word may be most similar to the empty token of the other
+            patches; its row is zero.
+        """
+        patches = regions[None, int(self.class_token) :]
+        lengths = torch.tensor([len(words)], device=words.device)
+        shares = self._weights(patches, self._significance(patches, words[None], lengths))  # (1, 1, t, k)
+        best = self._cosines(regions[None], words[None], shares)[0, 0].argmax(0)
+        rows = shares[0, 0]
+        if self.class_token:
+            of_class = torch.zeros(1, len(regions), dtype=rows.dtype, device=rows.device)
+            of_class[0, 0] = 1
+            rows = torch.cat([of_class, nn.functional.pad(rows, (1, 0))])
+        return rows[best]
+
+    def _cosines(self, regions: Tensor, words: Tensor, weights: Tensor) -> Tensor:
+        """Return the cosines of tokens and words, (n, m, t, w), below zero multiplied by 0.1."""
+        tokens = weights @ regions[:, None, int(self.class_token) :]  # (n, m, t, d)
+        if self.class_token:
+            first = regions[:, None, :1].expand(-1, tokens.shape[1], -1, -1)
+            tokens = torch.cat([first, tokens], dim=2)
+        return nn.functional.leaky_relu(l2norm(tokens) @ l2norm(words).transpose(1, 2), 0.1)
 
     def _regions(self, images: Fragments) -> Tensor:
         rows = len(images.values)

@@ -18,12 +18,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from itm_fast import cli
-from itm_fast.data import BatchLoader, Vocabulary, emoji, open_split, picture_of
+from itm_fast.data import BatchLoader, TokenizerVocabulary, Vocabulary, emoji, open_split, picture_of
 from itm_fast.data.import_pictures import import_features
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_folder import collect
 from itm_fast.data.picture_sources import EncodedPictures
 from itm_fast.models.vision_folder import load_picture_encoder
+from python_tests.helpers.bert import write_bert
+from python_tests.helpers.clip import write_clip
 from python_tests.helpers.commands import error, train_small
 from python_tests.helpers.grid_encoder import GridEncoder
 from python_tests.helpers.pictures import SIDE, write_captions, write_encoder, write_pictures
@@ -121,6 +123,25 @@ def test_stored_pictures_become_a_trained_model(
     page = tmp_path / "pair.html"
     assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+
+
+@pytest.mark.parametrize("stretch", [True, False])
+def test_oblong_pictures_are_cropped_or_stretched(tmp_path: Path, stretch: bool) -> None:
+    """Three shades side by side: a crop has the middle one, a stretched picture all."""
+    (tmp_path / "pictures").mkdir()
+    shades = np.repeat(np.repeat(np.array([[0, 128, 255]], dtype=np.uint8), 12, axis=1), 12, axis=0)
+    Image.fromarray(shades).save(tmp_path / "pictures" / "wide.png")
+    Image.fromarray(shades.T.copy()).save(tmp_path / "pictures" / "tall.png")
+    captions = tmp_path / "captions.csv"
+    captions.write_text("image,caption,split\nwide.png,a b,train\ntall.png,a b,dev\n")
+    command = ["data", "import", "--images", tmp_path / "pictures", "--captions", captions, "--out", tmp_path / "store",
+               "--workers", 0, "--min-count", 1, "--size", 12, "--grid", 1, "--format", "webp"]  # fmt: skip
+    assert run(command + ["--stretch"] * stretch) == 0
+    vocabulary = Vocabulary.from_file(tmp_path / "store" / "vocab.json")
+    for split in ("train", "dev"):
+        pixels = open_split(tmp_path / "store", split, vocabulary).image_batch([0]).view(12, 12, 3).mean(2)
+        corners = sorted(round(float(pixels[row, column]), 1) for row in (0, -1) for column in (0, -1))
+        assert corners == ([-1, -1, 1, 1] if stretch else [0, 0, 0, 0])
 
 
 def test_damaged_pictures_of_a_store_are_found(tmp_path: Path, arguments: list[object]) -> None:
@@ -297,6 +318,37 @@ def test_bad_pictures_and_captions_are_named_or_left_out(
     assert run(["data", "check", tmp_path / "store"]) == 0
 
 
+def test_captions_of_too_many_tokens_are_named_or_left_out(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of words, of a BERT's pieces and of a CLIP's byte pairs, each with two tokens around the caption."""
+    captions = tmp_path / "captions.csv"
+    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    lines = [f"{name},red sun" for name in names]
+    captions.write_text("\n".join(["image,caption", *lines, f"{names[0]},red boat sun", ""]))
+    del arguments[6:8]
+    arguments += ["--size", 8, "--grid", 1]
+    bert, clip = write_bert(tmp_path / "bert"), tmp_path / "clip"
+    write_clip(clip)
+    # "boat" is two pieces of the BERT.
+    for vocab, most, count in ((None, 4, 5), (bert, 5, 6), (bert / "vocab.txt", 5, 6)):
+        given = [] if vocab is None else ["--vocab", vocab]
+        assert error(capsys, *arguments, *given, "--max-tokens", most) == (
+            1, f"{captions}: line 42: expected at most {most} tokens in a caption, got {count}; --skip-bad leaves such "
+            "pictures and captions out and lists them"
+        )  # fmt: skip
+    counts = [len(TokenizerVocabulary.from_folder(clip).encode(text)) for text in ("red sun", "red boat sun")]
+    assert counts[0] < counts[1]
+    assert run([*arguments, "--vocab", clip, "--max-tokens", counts[0], "--skip-bad"]) == 0
+    line = f"{captions}: line 42: expected at most {counts[0]} tokens in a caption, got {counts[1]}"
+    assert (tmp_path / "store" / "skipped.txt").read_text() == f"{line}\n"
+    assert f"1 left out, all in {tmp_path}/store/skipped.txt:\n  {line}\n" in capsys.readouterr().out
+    stored = Vocabulary.from_file(tmp_path / "store" / "vocab.json")
+    assert stored == TokenizerVocabulary.from_folder(clip)
+    splits = [open_split(tmp_path / "store", split, stored) for split in ("train", "dev", "test")]
+    assert sum(len(split) for split in splits) == 40
+
+
 def test_emoji_are_written_as_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +419,8 @@ def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path, capsys: pytest
     assert run(["data", "import", *folders, "--workers", 0, "--min-count", 1, "--size", 64, "--grid", 4]) == 0
     assert (tmp_path / "store" / "duplicates.txt").read_text() == f"{line}\n"
     assert capsys.readouterr().out.startswith(
-        f"1 pictures of different splits that look the same, later all in {tmp_path}/store/duplicates.txt:\n  {line}\n"
+        "1 pair of pictures in different splits that look the same, later all in "
+        f"{tmp_path}/store/duplicates.txt:\n  {line}\n"
     )
 
 
@@ -381,6 +434,9 @@ def test_options_that_do_not_fit_are_one_line(
         1, "--split: expected three shares such as 0.8,0.1,0.1, got most"
     )  # fmt: skip
     assert error(capsys, *arguments, "--pool", "some")[1].startswith("pool: expected patches, class, mean, or a grid")
+    assert error(capsys, *arguments, "--stretch") == (
+        1, "--stretch: expected only without --encoder, which says how pictures are scaled"
+    )  # fmt: skip
     assert error(capsys, *arguments, "--device", "no") == (
         1, "device: expected a device such as cpu or cuda, got 'no'"
     )  # fmt: skip

@@ -22,7 +22,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pixels(tmp_path_factory.mktemp("report"))
 
 
-@pytest.mark.parametrize(("model", "examples"), [("scan", ATTENTION), ("laps", 0)])
+@pytest.mark.parametrize(("model", "examples"), [("scan", ATTENTION), ("laps", ATTENTION), ("vsepp", 0)])
 def test_the_report_of_a_run_on_pictures(store: Path, tmp_path: Path, model: str, examples: int) -> None:
     run = tmp_path / "run"
     assert cli.run(["train", "--data", str(store), "--out", str(run), "--model", model, "--report", *TINY]) == 0

@@ -59,6 +59,8 @@ STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "normalised, fewer captions than processes": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 3, False),
     "messages": ("camp", {**ALIGNED, "regulator": "rcar", "regulator_dropout": 0.0}, 5, True),
     "elementwise attention": ("esa", {**SIZES, "image_encoder": "linear", "word_dropout": 0.0}, 5, True),
+    "patches for a caption": ("laps", {**SIZES, "n_regions": 4}, 7, False),
+    "patches for a caption, fewer than processes": ("laps", {**SIZES, "n_regions": 4}, 3, False),
     "learned thresholds": ("naaf", {**SIZES, "threshold_words": 2}, 7, True),
     "learned thresholds, fewer than processes": ("naaf", {**SIZES, "threshold_words": 2}, 3, False),
     "self-attention over regions": ("saem", {**SIZES, **SAEM}, 7, True),
@@ -94,6 +96,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mss, soft_rank": ("scan", SIZES, {"scenario": "mss", "boosting": "soft_rank"}),
     "oss, dml": ("scan", SIZES, {"scenario": "oss", "boosting": "dml", "branches": 3}),
     "naaf": ("naaf", {**SIZES, "threshold_words": 2}, {"mining": "all"}),
+    "laps, mss": ("laps", {**SIZES, "n_regions": 4}, {"scenario": "mss"}),
     "infonce": ("scan", SIZES, {"loss": "infonce", "mining": "all"}),
     "siglip, mss": ("vsepp", SIZES, {"loss": "siglip", "mining": "all", "mean_loss": True, "scenario": "mss"}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),
@@ -197,8 +200,8 @@ def few_steps(scenario: str, world: World) -> dict[str, Any]:
     dtype = torch.float32 if scenario in SINGLE_PRECISION else torch.float64
     stepper, model = made_stepper(scenario, world, dtype)
     _, options, _ = SCENARIOS[scenario]
-    patches = options.get("image_encoder") == "patches"
-    batches = [part_of(made_batch(size, not patches, options["feature_dim"]), world) for size in (7, 5, 2, 6)]
+    ragged = options.get("image_encoder") != "patches" and "n_regions" not in options
+    batches = [part_of(made_batch(size, ragged, options["feature_dim"]), world) for size in (7, 5, 2, 6)]
     batches = [attrs.evolve(batch, features=batch.features.to(dtype)) for batch in batches]
     numbers, gradients = [], {}
     start = copy.deepcopy(model.state_dict())

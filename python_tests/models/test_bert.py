@@ -308,7 +308,7 @@ def test_captions_that_bert_cannot_read_are_found_at_the_start(
         command = evaluate if split == "test" else [*train, tmp_path / "refused"]
         found = f"got 17: {('red ' * 15).strip()!r}"
         assert error_of(capsys, *command) == (
-            f"{path}: expected at most 16 tokens in a caption, as many as the model reads, {found}"
+            f"{path}: line 1: expected at most 16 tokens in a caption, as many as the model reads, {found}"
         )
         path.write_text(captions)
     assert not (tmp_path / "refused").exists()
@@ -472,6 +472,6 @@ def test_heads_of_a_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.Capt
         == f"{gru}: bert_heads: got 12, but the text encoder is a GRU"
     )
     assert error_of(capsys, "convert", gru, "--source", "scan", "--vocab", words, "--out", out, "--bert-heads", 12) == (
-        "bert_heads: expected only for esa, chan, vse_infty, rvsepp, oscar, got 12 for scan"
+        "bert_heads: expected only for esa, chan, vse_infty, rvsepp, oscar, laps, got 12 for scan"
     )
     assert not out.exists()

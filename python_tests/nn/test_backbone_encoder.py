@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from itm_fast import models
 from itm_fast.data.picture_shards import as_patches
@@ -54,6 +55,26 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str, side: i
             as_patches(random, side // 16).double(), torch.ones(2, 3).long(), torch.tensor([3, 3])
         ).sum().backward()
         assert [name for name, weight in encoder.named_parameters() if weight.grad is None] == []
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_weights_have_the_names_of_published_files(tmp_path: Path, kind: str) -> None:
+    """So every version of transformers reads them. `save_pretrained` writes the published names."""
+    write_encoder(tmp_path / kind, kind)
+    with safe_open(tmp_path / kind / "model.safetensors", "pt") as file:
+        published = {name.removeprefix("vision_model.").removeprefix("vit.") for name in file.keys()}  # noqa: SIM118
+    folder = read_vision_folder(tmp_path / kind)
+    options = {"vocab_size": 9, "feature_dim": 192, "image_encoder": "backbone", "image_backbone": folder.settings()}
+    model = models.create("scan", **options)
+    folder.copy_weights(model.image_encoder.backbone)
+    start = "image_encoder.backbone."
+    own = {name.removeprefix(start) for name in model.state_dict() if name.startswith(start)}
+    assert own <= published
+    assert len(own) >= 26
+    again = models.create("scan", **options)
+    again.load_state_dict(model.state_dict())
+    found = again.image_encoder.backbone.state_dict()
+    assert all(torch.equal(found[name], one) for name, one in model.image_encoder.backbone.state_dict().items())
 
 
 def test_settings_that_do_not_fit(tmp_path: Path) -> None:

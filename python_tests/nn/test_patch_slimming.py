@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import itm_fast.functional as F_itm
-from itm_fast import Fragments, models
+from itm_fast import Fragments, cli, models
 from itm_fast.nn.patch_slimming import PatchSlimming
+from itm_fast.nn.vision_backbone import backbone_settings, class_of
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.pictures import write_encoder
 from python_tests.helpers.pixels import write_pixels
@@ -23,8 +24,8 @@ from python_tests.helpers.runs import config, differences, make_trainer, run, st
 DIM = 10
 
 
-def loop_score(module: PatchSlimming, regions: Tensor, words: Tensor) -> float:
-    """Score one picture (k, d) with one caption (w, d), patch by patch."""
+def loop(module: PatchSlimming, regions: Tensor, words: Tensor) -> tuple[float, list[list[float]]]:
+    """Score one picture (k, d) with one caption (w, d), patch by patch; and the patches in the best token of a word."""
     first, patches = (regions[:1], regions[1:]) if module.class_token else (regions[:0], regions)
     whole, sentence = patches.sum(0) / len(patches), words.sum(0) / len(words)
 
@@ -41,17 +42,23 @@ def loop_score(module: PatchSlimming, regions: Tensor, words: Tensor) -> float:
         row = (row - row.mean()) / ((row - row.mean()).square().mean() + 1e-5).sqrt() * norm.weight + norm.bias
         row = functional.gelu(hidden.weight @ row + hidden.bias)
         logits.append((last.weight @ row + last.bias) * module.scale)
-    tokens = [*first]
+    tokens, of_tokens = [*first], [[1.0] + [0.0] * len(patches)] * len(first)
     for number in range(module.n_aggregated):
         exponentials = [math.exp(logit[number]) for logit in logits]
-        tokens.append(sum(e / sum(exponentials) * patches[i] for e, i in zip(exponentials, kept, strict=True)))
+        of_tokens.append([0.0] * len(regions))
+        for e, i in zip(exponentials, kept, strict=True):
+            of_tokens[-1][i + len(first)] = e / sum(exponentials)
+        tokens.append(sum(share * region for share, region in zip(of_tokens[-1], regions, strict=True)))
     shares = [math.exp(significance[index]) for index in others]
-    tokens.append(sum((s / sum(shares) * patches[i] for s, i in zip(shares, others, strict=True)), patches[0] * 0))
+    of_tokens.append([0.0] * len(regions))
+    for s, i in zip(shares, others, strict=True):
+        of_tokens[-1][i + len(first)] = s / sum(shares)
+    tokens.append(sum(share * region for share, region in zip(of_tokens[-1], regions, strict=True)))
     table = [[cosine(token, word) if token.any() else 0.0 for word in words] for token in tokens]
     table = [[c if c > 0 else 0.1 * c for c in row] for row in table]
     of_words = [max(row[w] for row in table) for w in range(len(words))]
-    of_tokens = [max(row) for row in table]
-    return sum(of_words) / len(of_words) + sum(of_tokens) / len(of_tokens)
+    best = [of_tokens[max(range(len(table)), key=lambda t: table[t][w])] for w in range(len(words))]
+    return sum(of_words) / len(of_words) + sum(max(row) for row in table) / len(table), best
 
 
 def case(n_regions: int, seed: int = 0, **options: Any) -> tuple[PatchSlimming, Fragments, Fragments]:
@@ -79,14 +86,12 @@ def test_scores_are_those_of_a_loop_over_pairs(n_regions: int, options: dict[str
     module, images, captions = case(n_regions, **options)
     with torch.no_grad():
         found = module(images, captions)
-        expected = [
-            [
-                loop_score(module, images.values.view(4, n_regions, DIM)[i], captions.values[start:stop])
-                for start, stop in zip(captions.offsets[:-1], captions.offsets[1:], strict=True)
-            ]
-            for i in range(4)
-        ]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-7)
+        loops = [[loop(module, images[i], captions[j]) for j in range(5)] for i in range(4)]
+    expected = torch.tensor([[score for score, _ in row] for row in loops], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
+    for j in range(5):
+        weights = torch.tensor(loops[1][j][1], dtype=torch.float64)
+        torch.testing.assert_close(module.weights(captions[j], images[1]), weights, rtol=0, atol=2e-7)
 
 
 def test_gradients() -> None:
@@ -149,6 +154,29 @@ def test_special_sets() -> None:
     assert torch.isfinite(module(zeros, captions)).all()
 
 
+@pytest.mark.parametrize(
+    ("kind", "side", "window", "n_patches"),
+    [("vit", 224, 0, 196), ("vit", 384, 0, 576), ("swin", 224, 7, 49), ("swin", 384, 12, 144)],
+)
+def test_the_sizes_of_the_paper(kind: str, side: int, window: int, n_patches: int) -> None:
+    """With the patches and stages of the base models, and small widths."""
+    # fmt: off
+    small = {"vit": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
+             "swin": {"embed_dim": 4, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 1, 1], "window_size": window}}
+    # fmt: on
+    config = class_of(kind).config_class(**small[kind], image_size=side, patch_size=16 if kind == "vit" else 4)
+    class_token = kind == "vit"
+    model = models.create(
+        "laps", vocab_size=9, feature_dim=3 * 16**2, embed_dim=8, word_dim=4, n_regions=n_patches + class_token,
+        image_encoder="backbone", image_class_token=class_token,
+        image_backbone={"config": backbone_settings(kind, config), "mean": [0.5] * 3, "std": [0.5] * 3},
+    )  # fmt: skip
+    features = torch.rand(2, (side // 16) ** 2, 3 * 16**2) * 2 - 1
+    scores = model(features, torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 1]))
+    assert scores.shape == (2, 2)
+    assert torch.isfinite(scores).all()
+
+
 def test_bad_settings() -> None:
     for options, message in (
         ({"keep_ratio": 0.0}, r"^keep_ratio: expected a number above 0 and at most 1, got 0\.0$"),
@@ -192,6 +220,10 @@ def test_it_learns_from_pixels_and_resumes_exactly(
         assert run(parts).steps == 7
     assert run(parts, resume=True).steps == 18
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "parts")) == []
+    page = tmp_path / "pair.html"
+    explain = ["explain", "--checkpoint", tmp_path / "whole", "--data", folder / "store", "--caption", 0, "--out", page]
+    assert cli.run([str(part) for part in explain]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/png") > 2
     again = models.load(tmp_path / "whole")
     assert (again.name, again.similarity.n_regions, again.similarity.n_kept) == ("laps", 17, 8)
 

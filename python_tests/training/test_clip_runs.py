@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -338,8 +339,11 @@ def test_captions_that_are_too_long_and_pictures_of_another_size_are_one_line(
     write_clip(tmp_path / "short", max_position_embeddings=6)
     train = ["train", "--model", "clip", "--out", tmp_path / "run", "--clip"]
     found = error(capsys, *train, tmp_path / "short", "--data", folder / "store")[1]
-    assert f"{folder}/store/" in found
-    assert ": expected at most 6 tokens in a caption, as many as the model reads, got " in found
+    assert re.match(
+        rf"{folder}/store: caption of image \d+ \('\w+\.png'\) of train: expected at most 6 tokens in a caption, as "
+        "many as the model reads, got ",
+        found,
+    )
     names = write_captions(tmp_path / "captions.csv", write_pictures(tmp_path / "pictures", 20))
     arguments = ["data", "import", "--images", tmp_path / "pictures", "--captions", names, "--out", tmp_path / "odd",
                  "--workers", 0, "--size", 36, "--grid", 3]  # fmt: skip
