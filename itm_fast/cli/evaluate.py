@@ -72,7 +72,7 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: the one in RUN.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
     precision: Annotated[
         _Precision, typer.Option(metavar="NAME", help="Precision of the forward pass.")
     ] = _Precision.float32,
