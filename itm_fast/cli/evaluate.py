@@ -79,7 +79,7 @@ def evaluate(
     ] = 1000,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the resamples.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
     precision: Annotated[
         _Precision, typer.Option(metavar="NAME", help="Precision of the forward pass.")
     ] = _Precision.float32,

@@ -98,7 +98,7 @@ def build_command(
     ] = 200,
     thumbnails: Thumbnails = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the index in INDEX in one step.")] = False,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Encode the images and captions of a split, or a folder of pictures, and write an index."""

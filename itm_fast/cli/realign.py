@@ -28,7 +28,7 @@ def realign(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")] = 0,
 ) -> None:
     """Train one model's encoder heads on another's feature extractor and compare all three models.

@@ -73,7 +73,7 @@ def search(
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the results with their pictures.")
     ] = None,
     checkpoint: Checkpoints = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Find the best items of an index for texts or pictures.

@@ -216,8 +216,8 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss: triplet, self_expanding, polynomial, clipped_sct, bce, cmpm, infonce, siglip, matching_bce, or a "
-        "registered one.",
+        help="Loss: triplet, self_expanding, polynomial, cmpm, clipped_sct, bce, infonce, siglip, matching_bce, or "
+        "your own.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
@@ -482,7 +482,7 @@ class TrainConfig:
         free_on_resume=True,
     )
 
-    device: str = setting("cpu", group=MACHINE, help="Device, for example cpu or cuda.", free_on_resume=True)
+    device: str = setting("cpu", group=MACHINE, help="Device, such as cpu or cuda.", free_on_resume=True)
     precision: str = setting(
         "float32", group=MACHINE, help="Forward pass in float32 or bfloat16.", choices=("float32", "bfloat16")
     )

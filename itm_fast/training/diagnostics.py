@@ -134,7 +134,13 @@ def watched_embeddings(model: MatchingModel, *, enabled: bool = True) -> Iterato
 
 
 @torch.no_grad()
-def embedding_diagnostics(scores: Tensor, positives: Tensor | None, images: Any, captions: Any) -> dict[str, float]:
+def embedding_diagnostics(
+    scores: Tensor,
+    positives: Tensor | None,
+    images: Any,
+    captions: Any,
+    gather: Callable[[Tensor], Tensor] = lambda own: own,
+) -> dict[str, float]:
     """Measure how far apart the embeddings of a batch are within each modality.
 
     Args:
@@ -142,6 +148,7 @@ def embedding_diagnostics(scores: Tensor, positives: Tensor | None, images: Any,
         positives: as in `mining_diagnostics`.
         images, captions: embeddings of B items each: tensors (B, d), or Fragments. An item is represented by its
             l2-normalised vector; with Fragments by the l2-normalised mean of its rows.
+        gather: returns the vectors of all items from those of this process.
 
     Returns:
         `hardest_distance`, the mean of `|t' - t|` over the anchors of both directions: t is the positive of an anchor
@@ -152,7 +159,10 @@ def embedding_diagnostics(scores: Tensor, positives: Tensor | None, images: Any,
     Source: Eq 8 of SelHN and RVSE++. The gradient that turns an anchor has the norm `sqrt(|t' - t|^2 - ds^2)`.
     """
     of_images, of_captions = _vectors(images), _vectors(captions)
-    if of_images is None or of_captions is None or {len(of_images), len(of_captions)} != {len(scores)}:
+    if of_images is None or of_captions is None:
+        return {}
+    of_images, of_captions = gather(of_images), gather(of_captions)
+    if {len(of_images), len(of_captions)} != {len(scores)}:
         return {}
     sides = {"image": of_images, "caption": of_captions}
     of_rows, of_columns = F_itm.hardest_negatives(scores, positives)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from itm_fast.data import Batch
-from itm_fast.distributed import World, gather_columns, gather_sets, none_of, sum_of_all
+from itm_fast.distributed import World, gather_columns, gather_rows, gather_sets, none_of, sum_of_all
 from itm_fast.fragments import Fragments
 from itm_fast.losses import TripletLoss
 from itm_fast.models.base import MatchingModel
@@ -218,6 +218,12 @@ class Replicas:
         if not isinstance(batch, SharedBatch):
             return sets.detach()
         return self._gathered(model).gathered(sets.detach(), batch.counts)
+
+    def whole_rows(self, own: Tensor, batch: Batch) -> Tensor:
+        """Return a row for each item of the whole batch, without gradient, from those of this process's items."""
+        if not isinstance(batch, SharedBatch):
+            return own.detach()
+        return gather_rows(own[: batch.counts[self.world.rank]], batch.counts, self.world)
 
     def whole_loss(self, loss: Tensor, batch: Batch, *, mean: bool) -> Tensor:
         """Return the sum or `mean` over the pairs of the whole batch; `loss` is that of this process, or a stand-in."""

@@ -100,8 +100,8 @@ class Stepper:
         learning rate.
 
         All are those of the target. With anchors, the boosting loss, which is part of the loss, is returned too. With
-        `diagnose`, so are the `mining_diagnostics` of the scores, `image_gradient_norm` before clipping and, in a
-        single process, the `embedding_diagnostics`. A step that does not change the target returns other numbers.
+        `diagnose`, so are the `mining_diagnostics` of the scores, the `embedding_diagnostics`, and
+        `image_gradient_norm` before clipping. A step that does not change the target returns other numbers.
 
         Raises:
             ValueError: a loss or norm is not finite. No weight is changed in that case.
@@ -117,16 +117,17 @@ class Stepper:
             positives = batch.caption_index[:, None] == batch.caption_index[None, :]
         target = self.scenario.target
         after = target.after_backward if self.world.size > 1 else None
-        alone = diagnose and self.world.size == 1  # Other processes hold a part of the captions.
         with (
             image_gradient_norm(target.model, enabled=diagnose, after_backward=after) as diagnostics,
-            watched_embeddings(target.model, enabled=alone) as embeddings,
+            watched_embeddings(target.model, enabled=diagnose) as embeddings,
         ):
             result = self.scenario.step(self._functions(batch, mining, positives), number)
         if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
             if embeddings:
-                diagnostics |= embedding_diagnostics(result.scores, positives, *embeddings)
+                diagnostics |= embedding_diagnostics(
+                    result.scores, positives, *embeddings, lambda own: self.replicas.whole_rows(own, batch)
+                )
         found: list[str | None] = []
         if result.own_loss is not None and mining == "hardest" and self._is_triplet:
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)

@@ -95,8 +95,8 @@ def test_train_help_all_lists_every_setting(
 
 
 COMMANDS = [
-    [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["curves"], ["realign"], ["convert"],
-    ["bench"], ["score"], ["data"], *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
+    [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["speech"], ["curves"], ["realign"],
+    ["convert"], ["bench"], ["score"], ["data"], *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
 ]  # fmt: skip
 
 
@@ -332,8 +332,8 @@ def test_demo_trains_evaluates_and_reports(
     html = (out / "report.html").read_text(encoding="utf-8")
     assert f"<b>{test_line['rsum']:.1f}</b>" in html
     assert html.count('<article class="card pair">') == of_run.QUERIES
-    # Loss, recalls, gradient norm of the first image layer, and distance of the hardest negatives.
-    assert html.count("<svg ") == 4
+    # Loss, recalls, gradient norm of the first image layer; gap and distance of the hardest negatives; cosines.
+    assert html.count("<svg ") == 6
 
     # The share of anchors with hardest negatives is only drawn for selective mining.
     share = "Anchors that took their hardest negative"
@@ -341,7 +341,7 @@ def test_demo_trains_evaluates_and_reports(
     assert cli.run(["demo", "--out", str(out), "--seed", "1", "--mining", "selective"]) == 0
     html = (out / "report.html").read_text(encoding="utf-8")
     assert share in html
-    assert html.count("<svg ") == 5
+    assert html.count("<svg ") == 7
 
     for option, value, said in (
         ("--minutes", "0", "minutes: expected a finite number above 0, got 0"),
