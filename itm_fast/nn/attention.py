@@ -107,12 +107,13 @@ class AttentionScores:
         `options` are those of the loss.
         """
         first, *others = self.modules
-        sides = (images, captions) if self.t2i is None else (captions, images)
+        queries, contexts = (images, captions) if self.t2i is None else (captions, images)
         attention = "i2t" if self.t2i is None else "t2i"
         if others:
             attention = "mean" if self.mean else "sum"
         return F_itm.matching_loss(
-            *sides,
+            queries,
+            contexts,
             attention=attention,
             other_direction=others[0].options if others else None,
             positives=positives,
