@@ -17,8 +17,9 @@ template <typename S, int kProblems>
 using Preparation = std::conditional_t<kProblems == 2, PreparationOfBoth<S>, ScoreProblem<S>>;
 
 // See prepare_scores and score_tile for the grids and for which block writes what.
+// Two problems would spill registers with two blocks per multiprocessor.
 template <typename S, typename Tile, int kProblems>
-__global__ void __launch_bounds__(Tile::kThreads, blocks_together(kSetParts<S>))
+__global__ void __launch_bounds__(Tile::kThreads, kProblems == 1 ? blocks_together(kSetParts<S>) : 1)
     prepare_scores_kernel(const __grid_constant__ Preparation<S, kProblems> parameters) {
   prepare_scores<Tile>(parameters);
 }

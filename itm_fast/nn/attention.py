@@ -107,7 +107,16 @@ class AttentionScores:
         `options` are those of the loss.
         """
         first, *others = self.modules
-        both = {"attention": "mean" if self.mean else "sum", "other_direction": others[0].options} if others else {}
-        attention = both or {"attention": "i2t" if self.t2i is None else "t2i"}
-        sides = (images, captions) if self.t2i is None else (captions, images)
-        return F_itm.matching_loss(*sides, positives=positives, **attention, **first.options, **options)
+        queries, contexts = (images, captions) if self.t2i is None else (captions, images)
+        attention = "i2t" if self.t2i is None else "t2i"
+        if others:
+            attention = "mean" if self.mean else "sum"
+        return F_itm.matching_loss(
+            queries,
+            contexts,
+            attention=attention,
+            other_direction=others[0].options if others else None,
+            positives=positives,
+            **first.options,
+            **options,
+        )

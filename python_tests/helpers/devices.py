@@ -181,7 +181,7 @@ def _matching_case(attention: str, loss: str, mining: str) -> Case:
         wide = anchor.to(torch.promote_types(anchor.dtype, torch.float32))
         options = {"anchor_scores": wide, "strategy": "both"} if loss == "boosting" else {"epsilon": 0.3}
         if attention in ("sum", "mean"):
-            options["other_direction"] = {"temperature": 4.0, "focal": "equal"}
+            options["other_direction"] = {"temperature": 4.0, "normalization": "softmax"}
         results: tuple[Tensor, ...] = functions.matching_loss(
             *sides, attention=attention, loss=loss, mining=mining, reduction="mean", **options
         )
