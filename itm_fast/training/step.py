@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,9 +126,8 @@ class Stepper:
         if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
             if embeddings:
-                diagnostics |= embedding_diagnostics(
-                    result.scores, positives, *embeddings, lambda own: self.replicas.whole_rows(own, batch)
-                )
+                gather = partial(self.replicas.whole_rows, batch=batch)
+                diagnostics |= embedding_diagnostics(result.scores, positives, embeddings[0], embeddings[1], gather)
         found: list[str | None] = []
         if result.own_loss is not None and mining == "hardest" and self._is_triplet:
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
