@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from itm_fast.benchmarking import index_search, one_query, regulated, workloads
-from itm_fast.benchmarking.index_search import IndexSizes
+from itm_fast.benchmarking import one_query, regulated, workloads
 from itm_fast.benchmarking.measure import CpuMeter, Meter, interleave
 from itm_fast.benchmarking.workloads import Sizes
 from itm_fast.files.environment import environment
@@ -140,7 +139,10 @@ def _of_index(
     preset: Preset, measure: Callable[..., dict[str, Any]], progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure building, opening and searching an index."""
-    sizes = (IndexSizes(preset.index_images),)
+    # It needs packages that a GPU machine without network may lack, and benchmarks/gpu.py imports this module.
+    from itm_fast.benchmarking import index_search
+
+    sizes = (index_search.IndexSizes(preset.index_images),)
     searches = dict(zip(index_search.SEARCHES, (preset.runs, 2 * preset.runs, 10 * preset.runs), strict=True))
     found = {
         "index build": measure(index_search.make_build, {"native": min(3, preset.runs)}, sizes),
