@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -175,7 +175,7 @@ def measure_variants(
         if memory and repeats[name] > 1:
             progress(f"{what}: memory of {name}")
             results[name]["peak_bytes"] = meter.peak_bytes(make, name, *arguments)
-    described = [asdict(part) if isinstance(part, Sizes | IndexSizes) else part for part in arguments]
+    described = [asdict(part) if is_dataclass(part) and not isinstance(part, type) else part for part in arguments]
     return {"arguments": described, "variants": results}
 
 
