@@ -166,7 +166,7 @@ FAULTS = {
         (BODY, "(p.other, (block_index()", "(p.other, 1 + (block_index()"),
         r"^wrong scores",
     ),
-    "both directions: a sum instead of the mean": ((BODY, "        p.weight * (", "        ("), r"^wrong scores"),
+    "both directions: a sum instead of the mean": ((BODY, "= p.weight * (", "= ("), r"^wrong scores"),
     "both directions: one block of the second not prepared": (
         (SCORES, "block_index() - p.blocks_of_one)", "block_index() - p.blocks_of_one + 1)"),
         r"^wrong scores",
