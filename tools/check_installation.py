@@ -47,7 +47,7 @@ assert pictures.std() > 10, "the bundled pictures are blank"
 template = files("itm_fast.report").joinpath("templates", "report.html.j2")
 assert "report.title" in template.read_text(encoding="utf-8"), "the template of the report is missing"
 
-page = files("itm_fast.serve").joinpath("page", "search.js")
+page = files("itm_fast").joinpath("serve", "page", "search.js")
 assert "showHits" in page.read_text(encoding="utf-8"), "the page of itm-fast serve is missing"
 
 recipe = recipes.load("scan-t2i-f30k")
