@@ -56,8 +56,8 @@ def table(experiment: Experiment, results: Path) -> str:
         lines.append(f"| {ensemble.name} | {' | '.join([*([''] * len(seeds)), *cells, '', ''])} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
     meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"
-    meaning += "; spread is the standard deviation of the seeds, R@1 and MD (the mean score of positives minus "
-    meaning += "that of negatives) are means over the seeds"
+    meaning += ". Spread is the standard deviation over the seeds; R@1 and MD are means over them. MD is the mean "
+    meaning += "score of positives minus that of negatives"
     lines += ["", f"{meaning}. {_where(measured)}"]
     lines += _chosen_settings(experiment)
     lines += verdicts(experiment, results)

@@ -24,7 +24,7 @@ from itm_fast.search.segments import Segment, map_file
 
 __all__ = ["Side", "Snapshot"]
 
-# An index of at most this size stays in memory: pages that are taken back and used again make searches slower.
+# An index of at most this size stays in memory: to release pages and read them again makes searches slower.
 _WHOLE = 2**31
 # Of a larger one, memory for what it holds besides pooled vectors. A page fault maps up to 64 KiB around an item. With
 # this limit, a million images of 36 rows of 256 channels are searched within 2 GB.

@@ -77,9 +77,9 @@ def test_an_experiment_from_nothing_to_its_table(
         "| fixed | not run |  | not run | not run | not run | not run | not run | not run | not run |",
     ]
     assert empty[6] == (
-        "Sum of the six recalls on all images of dev, of 600; spread is the standard deviation of the seeds, R@1 "
-        "and MD (the mean score of positives minus that of negatives) are means over the seeds. No run has been "
-        "measured yet."
+        "Sum of the six recalls on all images of dev, of 600. Spread is the standard deviation over the seeds; R@1 and "
+        "MD are means over them. MD is the mean score of positives minus that of negatives. No run has been measured "
+        "yet."
     )
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
 
