@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,16 +45,43 @@ LONG_FILES = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also run the tests marked thorough, as .ci/run does")
+    parser.addoption("--first", action="store_true", help="run each test with the first of its parameters only")
+    parser.addoption(
+        "--one-fault-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run one planted fault in N, others after each commit (default: %(default)s)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = items
     if not config.getoption("--thorough"):
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left_out)
+        kept = [item for item in kept if not item.get_closest_marker("thorough")]
+    if config.getoption("--first"):
+        kept = list({item.nodeid.split("[")[0]: item for item in reversed(kept)}.values())[::-1]
+    if (n := config.getoption("--one-fault-in")) > 1:
+        kept = [item for item in kept if not item.get_closest_marker("planted_fault") or is_due(item.nodeid, n)]
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
     folder = Path(__file__).parent
     first = {folder / name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
+
+
+def is_due(name: str, n: int) -> bool:
+    """Return whether `name` is of the part of names, one of `n`, that is due: `n` successive commits go through all."""
+    return (zlib.crc32(name.encode()) + commits()) % n == 0
+
+
+@functools.cache
+def commits() -> int:
+    """Count the commits up to the present one; 0 without git or history."""
+    git = ["git", "-C", Path(__file__).parent, "rev-list", "--count", "HEAD"]
+    count = subprocess.run(git, capture_output=True, text=True).stdout if shutil.which("git") else ""
+    return int(count or 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -54,6 +54,8 @@ def configure(build: Path, processor: str) -> None:
         "CMAKE_CXX_COMPILER_TARGET": target,
         # Zig would build its C++ library, for more than a minute, to link CMake's test programs.
         "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
+        "CMAKE_BUILD_TYPE": "Debug",
+        "CMAKE_CXX_FLAGS_DEBUG": "-O0 -fno-sanitize=undefined",
         "ITM_FAST_CUDA": "off",
         "ITM_FAST_TORCH_ROOT": found[0],
         "ITM_FAST_TORCH_VERSION": found[1],

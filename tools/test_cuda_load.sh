@@ -30,9 +30,10 @@ make -C "$copy" OLDEST=1 cuda-resources ARGS="--check --built $kept"
 rm -r "$kept"
 # It tests the CUDA library, unlike the other tests of tools.
 make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q python_tests/tools/test_cuda_build.py"
-# Simulated kernels, the build, benchmarks and docs do not depend on the version of torch.
+# Simulated kernels, the build, benchmarks and docs do not depend on the version of torch. What does depend on it shows
+# with one choice of each test's parameters.
 skipped=$(printf -- ' --ignore=python_tests/%s' shim tools benchmarks docs fuzz operators/test_instruction_sets.py)
-make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q -x $skipped $*"
+make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q -x --first $skipped $*"
 # PyPI's torchvision only loads beside PyPI's torch, which this is, and timm needs it. Before, their tests were not
 # collected.
 "$copy/.venv-oldest/bin/python" -m pip install -q --disable-pip-version-check --no-deps torchvision==0.26.0 timm==1.0.31

@@ -1,0 +1,20 @@
+"""Planted faults have a place in the kernels, whether or not this run of the tests plants them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from python_tests.helpers.processes import ROOT
+
+FILES = [file for file in sorted(Path(__file__).parent.glob("test_cuda_*.py")) if "\nFAULTS = {" in file.read_text()]
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def test_each_fault_has_one_place(name: str) -> None:
+    faults = importlib.import_module(f"python_tests.shim.{name}").FAULTS
+    for fault, ((*_, file, place, change), _) in faults.items():
+        assert (ROOT / file).read_text().count(place) == 1, f"{fault}: {place}"
+        assert change != place, fault
