@@ -90,6 +90,8 @@ def floating(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_numbers_and_gradients_at_several_sizes(device: str, case: Case) -> None:
     for dtype in case.dtypes:
         for seed, size in enumerate(case.sizes):
+            if device == "cpu" and case.widened and size > MANY and dtype != torch.float32:
+                continue  # The exact results take long, and on a CPU the number of sets and the dtype are independent.
             inputs = inputs_of(case, seed, size, dtype, device)
             check_numbers(case, seed, size, dtype, device, run_case(F_itm, case, inputs))
 
