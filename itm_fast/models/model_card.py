@@ -126,7 +126,9 @@ def card_text(described: Described) -> str:
         )
         parts += [f"## Results: {one.title}", _table(("measure", "value", "95 % interval"), rows)]
     if described.training:
-        parts += ["## Training", _validation(described.best), _yaml(described.training)]
+        recipe = described.training.get("recipe")
+        started = f"Started from the recipe `{recipe}` of itm_fast, with these settings of the run." if recipe else ""
+        parts += ["## Training", started, _validation(described.best), _yaml(described.training)]
     if described.data:
         digests = ((name, f"`{digest}`") for name, digest in described.data.items())
         parts += ["## Data", "SHA-256 digests:", _table(("file", "digest"), digests)]

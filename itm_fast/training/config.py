@@ -120,6 +120,13 @@ class TrainConfig:
         help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, pfan, rvsepp, saem, scan, sgraf, vse_infty, "
         "vsepp or vsrn.",
     )
+    recipe: str | None = setting(
+        None,
+        group=MODEL,
+        help="Recipe that the settings started from, for the model card. `train --recipe` and `--config` apply it; "
+        "`TrainConfig` only keeps it.",
+        free_on_resume=True,
+    )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
         None,
