@@ -293,6 +293,12 @@ def test_evaluate_takes_positives_in_files(
     assert found["i2t_r_precision"] == 50.0 * sum(rank < 2 for rank in ranks)
     assert found["t2i_r1"] == 100.0 * (scores[:, 0].argmax() == 0)
     assert f"t2i_r1 {found['t2i_r1']:.2f}" in " ".join(capsys.readouterr().out.split())
-    assert error(capsys, *command, "--streaming") == (
-        1, "--protocol eccv: needs all scores; leave out --streaming and --first-images",
+    assert cli.run([str(word) for word in [*command, "--streaming", "--json", "s.json"]]) == 0
+    streamed = json.loads(Path("s.json").read_text())
+    assert {**streamed, "seconds": 0} == {**found, "seconds": 0}
+    assert error(capsys, *command, "--first-images", "5") == (
+        1, "--protocol eccv: needs all images; leave out --first-images",
     )  # fmt: skip
+    Path("captions.txt").write_text("9000\n")
+    message = f"captions.txt: expected one number per line for {len(dataset)} captions, found 1: of another split?"
+    assert error(capsys, *command) == (1, message)
