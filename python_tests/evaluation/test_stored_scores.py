@@ -39,7 +39,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore:protocol cxc. a score matrix has no scores for")
 @pytest.mark.parametrize("protocol", ["eccv", "cxc", "pmrp", "pmrp of classes"])
 def test_a_protocol_needs_only_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
-    monkeypatch.setattr("itm_fast.evaluation.many_positives._BLOCK", 100)
+    for limit, scores in (("_BLOCK", 150), ("_RANKED", 60)):
+        monkeypatch.setattr(f"itm_fast.evaluation.many_positives.{limit}", scores)
     for kind in ("eccv", "pm"):
         truth_of(kind, tmp_path)
     write_ratings(tmp_path, "sits")
@@ -53,6 +54,7 @@ def test_a_protocol_needs_only_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         found = score_truth(name, source, OWNERS, tmp_path, IDS, samples=5)
     assert largest.elements <= tables[0].numel() / 2
     assert all(sum(rows * columns for rows, columns in model.tiles) == tables[0].numel() for model, _ in members)
+    monkeypatch.undo()
     whole = MatrixScores(tables[0] + tables[1])
     with Largest() as largest:
         assert score_truth(name, whole, OWNERS, tmp_path, IDS, samples=5).summary == found.summary
