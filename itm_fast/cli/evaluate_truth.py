@@ -48,7 +48,7 @@ def evaluate_truth(
     with world.together():
         if world.first:  # Name a wrong file before the pairs are scored.
             truth_ids(truth, dataset.n_images, len(dataset))
-    options = {"progress": world.first, "description": name, "world": world}
+    options: dict[str, Any] = {"progress": world.first, "description": name, "world": world}
     opened: contextlib.AbstractContextManager[MatrixScores | None] = (
         scores_on_disk(members, **options) if streaming else contextlib.nullcontext(_in_memory(members, options))
     )
