@@ -50,6 +50,11 @@ def open_scores(options: ScoreOptions, n_captions: int | None) -> Opened:
 
     embeddings = (options.image_embeddings, options.caption_embeddings)
     if options.scores is not None and embeddings == (None, None):
+        if options.similarity != "cosine" or (options.image_key, options.caption_key) != (None, None):
+            raise ValueError(
+                "--similarity, --image-key and --caption-key are for embeddings, not for a score matrix; --key names "
+                "an array of the file"
+            )
         return open_matrix(
             options.scores, options.key, captions_first=options.captions_first, distances=options.distances,
             n_captions=n_captions,

@@ -55,6 +55,10 @@ def map_npy(path: str | os.PathLike[str]) -> np.memmap:
     size = status.st_size
     try:
         with regular.open_file(path) as file:
+            if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+                # numpy's own message would advise to unpickle the file.
+                raise ValueError("it does not begin as one" if size else "empty file")
+            file.seek(0)
             header = _header(file)
             promised = None if header is None or header[2].hasobject else file.tell() + _bytes(header)
         truncated = promised is not None and size < promised

@@ -165,6 +165,7 @@ def test_several_protocols_of_flickr30k(tmp_path: Path, capsys: pytest.CaptureFi
 def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "other.npy", table()[:6])
     (tmp_path / "owners.txt").write_text("0\n" * 60)
+    (tmp_path / "junk.npy").write_text("hello")
     (tmp_path / "wrong.txt").write_text("0\n" * 59 + "12\n")
     either = "FILE: give either a score matrix, or --image-embeddings and --caption-embeddings"
     for arguments, message in (
@@ -178,6 +179,19 @@ def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureF
         (
             ["--image-embeddings", file, "--caption-embeddings", file, "--similarity", "l2"],
             "similarity: expected cosine or dot, got 'l2'",
+        ),
+        *(
+            (
+                [file, *words],
+                "--similarity, --image-key and --caption-key are for embeddings, not for a score matrix; --key names "
+                "an array of the file",
+            )
+            for words in (["--similarity", "dot"], ["--image-key", "a"], ["--caption-key", "a"])
+        ),
+        (
+            [tmp_path / "junk.npy"],
+            f"{tmp_path / 'junk.npy'}: not a readable .npy array of numbers (it does not begin as one; 5 bytes on "
+            "disk)",
         ),
         (
             [file, "--against", tmp_path / "other.npy"],
