@@ -73,6 +73,7 @@ def run_score(options: ScoreOptions) -> None:
         "ties": options.ties,
         "warnings": [*opened.notes, *found],
         "bootstrap": {"samples": options.bootstrap, "seed": options.seed},
+        **({} if second is None else {"permutations": options.permutations}),
         "protocols": {
             result.name: report_protocol(
                 result,

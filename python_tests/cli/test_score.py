@@ -71,6 +71,7 @@ def test_two_matrices(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
             "--permutations", 30,
         )  # fmt: skip
     printed, found = capsys.readouterr(), json.loads((tmp_path / "r.json").read_text())
+    assert found["permutations"] == 30
     against = found["protocols"]["full"]["against"]
     differences = against.pop("differences")
     expected = standard(table().tolist(), OWNERS.tolist()), standard(other.tolist(), OWNERS.tolist())
