@@ -221,7 +221,7 @@ def _measured(results: Any) -> list[Measured]:
     protocols = results.get("protocols") if isinstance(results, Mapping) else None
     if isinstance(protocols, Mapping):
         found = {str(name): one for name, one in protocols.items()}
-    elif isinstance(results, Mapping) and "rsum" in results:
+    elif isinstance(results, Mapping) and ("rsum" in results or "protocol" in results):
         found = {str(results.get("protocol") or results.get("split") or "full"): results}
     else:
         found = {}

@@ -311,6 +311,8 @@ def test_evaluate_takes_positives_in_files(
     assert cli.run([str(word) for word in [*command, "--streaming", "--json", "s.json"]]) == 0
     streamed = json.loads(Path("s.json").read_text())
     assert {**streamed, "seconds": 0} == {**found, "seconds": 0}
+    models.load(trained).save_pretrained("shared", results="s.json")
+    assert "## Results: eccv\n\n| measure | value | 95 % interval |" in Path("shared/README.md").read_text()
     assert error(capsys, *command, "--first-images", "5") == (
         1, "--protocol eccv: needs all images; leave out --first-images",
     )  # fmt: skip
