@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from itm_fast.cli.score_open import open_data, open_scores, open_second, owners_of
+from itm_fast.cli.score_open import known_captions, open_data, open_scores, open_second, owners_of
 from itm_fast.cli.score_options import ScoreOptions, TruthOptions
 from itm_fast.cli.score_output import report_protocol, write_rankings
 from itm_fast.cli.score_report import SHOWN, write_page
@@ -30,7 +30,6 @@ __all__ = ["run_score", "score_by_truth", "truth_ids"]
 
 def run_score(options: ScoreOptions) -> None:
     """Evaluate the scores, print the tables and write the files."""
-    from itm_fast.data import layout
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.evaluation.suspicion import Look, suspicions
     from itm_fast.files import atomic
@@ -45,9 +44,7 @@ def run_score(options: ScoreOptions) -> None:
             options.truth.paths()
     set_threads(options.threads)
     dataset = open_data(options)
-    known = None if dataset is None else len(dataset)
-    if options.caption_image is not None:
-        known = len(layout.read_lines(options.caption_image))
+    known = known_captions(options, dataset)
     opened = open_scores(options, known)
     source = opened.source
     owners = owners_of(options, source, dataset)

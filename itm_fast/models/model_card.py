@@ -128,7 +128,7 @@ def card_text(described: Described) -> str:
     if described.training:
         recipe = described.training.get("recipe")
         started = f"Started from the recipe `{recipe}` of itm_fast, with these settings of the run." if recipe else ""
-        parts += ["## Training", started, _validation(described.best), _yaml(described.training)]
+        parts += ["## Training", _validation(described.best), started, _yaml(described.training)]
     if described.data:
         digests = ((name, f"`{digest}`") for name, digest in described.data.items())
         parts += ["## Data", "SHA-256 digests:", _table(("file", "digest"), digests)]

@@ -107,9 +107,10 @@ def test_embeddings_and_captions_in_another_order(tmp_path: Path, capsys: pytest
         assert found == pytest.approx(standard(scores.tolist(), owners.tolist()), rel=1e-9)
     assert capsys.readouterr().err == ""
     np.savez(tmp_path / "both.npz", i=images, c=captions)
+    np.save(tmp_path / "owners.npy", owners)
     run(
         "--image-embeddings", tmp_path / "both.npz", "--image-key", "i", "--caption-embeddings", tmp_path / "both.npz",
-        "--caption-key", "c", "--similarity", "dot", "--caption-image", tmp_path / "owners.txt", "--json",
+        "--caption-key", "c", "--similarity", "dot", "--caption-image", tmp_path / "owners.npy", "--json",
         tmp_path / "again.json", "--bootstrap", 0,
     )  # fmt: skip
     assert json.loads((tmp_path / "again.json").read_text())["protocols"]["full"] == found
@@ -166,6 +167,7 @@ def test_several_protocols_of_flickr30k(tmp_path: Path, capsys: pytest.CaptureFi
 def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "other.npy", table()[:6])
     (tmp_path / "owners.txt").write_text("0\n" * 60)
+    np.save(tmp_path / "wrong.npy", [0] * 59 + [12])
     (tmp_path / "junk.npy").write_text("hello")
     (tmp_path / "wrong.txt").write_text("0\n" * 59 + "12\n")
     either = "FILE: give either a score matrix, or --image-embeddings and --caption-embeddings"
@@ -201,6 +203,14 @@ def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureF
         (
             [file, "--caption-image", tmp_path / "wrong.txt"],
             f"{tmp_path / 'wrong.txt'}: line 60: expected an image row from 0 to 11, got 12",
+        ),
+        (
+            [file, "--caption-image", tmp_path / "wrong.npy"],
+            f"{tmp_path / 'wrong.npy'}: entry 59: expected an image row from 0 to 11, got 12",
+        ),
+        (
+            [file, "--caption-image", file],
+            f"{file}: expected whole numbers (captions,), found float64 of shape (12, 60)",
         ),
         ([file, "--protocol", "coco"], "protocol: expected full, f30k, coco1k, coco5k, eccv, cxc, pmrp, got 'coco'"),
         ([file, "--folds", 5], "folds: expected a divisor of the number of images, 12, got 5"),
