@@ -217,5 +217,8 @@ def _chosen(path: Path, key: str | None, shapes: Mapping[str, tuple[int, ...]]) 
         return key
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     if len(matrices) != 1:
-        raise ValueError(f"{path}: expected one array with two dimensions, found {len(matrices)}; its arrays: {listed}")
+        advice = "; --key NAME chooses one" if matrices else ""
+        raise ValueError(
+            f"{path}: expected one array with two dimensions, found {len(matrices)}; its arrays: {listed}{advice}"
+        )
     return matrices[0]

@@ -190,7 +190,8 @@ def refusals(tmp_path: Path) -> dict[str, tuple[Path, dict[str, Any], str]]:
         "two arrays": (
             tmp_path / "two.npz",
             {},
-            "two.npz: expected one array with two dimensions, found 2; its arrays: a [3, 15], b [3, 15]",
+            "two.npz: expected one array with two dimensions, found 2; its arrays: a [3, 15], b [3, 15]; --key NAME "
+            "chooses one",
         ),
         "another name": (
             tmp_path / "two.npz", {"key": "c"}, "two.npz: has no array 'c'; its arrays: a [3, 15], b [3, 15]",
