@@ -89,7 +89,11 @@ def train(
     steps: Annotated[int | None, typer.Option(hidden=True)] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Settings of a paper; see itm-fast recipes.", rich_help_panel=MODEL),
+        typer.Option(
+            metavar="NAME",
+            help="Recipe of a paper that the settings start from; see itm-fast recipes.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     config: Annotated[
         Path | None,
