@@ -127,7 +127,7 @@ def card_text(described: Described) -> str:
         parts += [f"## Results: {one.title}", _table(("measure", "value", "95 % interval"), rows)]
     if described.training:
         recipe = described.training.get("recipe")
-        started = f"Started from the recipe `{recipe}` of itm_fast, with these settings of the run." if recipe else ""
+        started = f"Started from the recipe `{recipe}` of itm_fast, with these settings:" if recipe else ""
         parts += ["## Training", _validation(described.best), started, _yaml(described.training)]
     if described.data:
         digests = ((name, f"`{digest}`") for name, digest in described.data.items())

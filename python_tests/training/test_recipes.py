@@ -512,7 +512,8 @@ def test_a_run_of_a_recipe_is_resumed_with_or_without_it(
     assert "6 steps in" in capsys.readouterr().out
     assert read_yaml(out / "train.yaml") == {**first, "epochs": 3}
     models.load(out).save_pretrained(tmp_path / "shared", run=out)
-    assert "Started from the recipe `scan-i2t-f30k` of itm_fast." in (tmp_path / "shared" / "README.md").read_text()
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert "Started from the recipe `scan-i2t-f30k` of itm_fast, with these settings:\n\n```yaml\n" in card
     message = error(capsys, "train", "--recipe", "scan-i2t-coco", "--out", out, "--resume", *SMALL, "--epochs", "3")
     assert message.startswith(f"{out}: holds a run with lr = 0.0002, not 0.0005; ")
 
