@@ -58,7 +58,12 @@ def evaluate(
         int | None, typer.Option(metavar="N", help="Use the first N images and their captions; default: all.")
     ] = None,
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="Count ranks tile by tile, without the whole score matrix in memory.")
+        bool,
+        typer.Option(
+            "--streaming",
+            help="Count ranks tile by tile, without the whole score matrix in memory; eccv, cxc and pmrp keep it in a "
+            "temporary file.",
+        ),
     ] = False,
     rerank: Annotated[
         int | None,
@@ -117,8 +122,8 @@ def evaluate(
     by_truth = protocol is not None and PROTOCOLS[protocol].truth
     if by_truth:
         truth.paths()
-        if streaming or first_images is not None:
-            raise ValueError(f"--protocol {protocol}: needs all scores; leave out --streaming and --first-images")
+        if first_images is not None:
+            raise ValueError(f"--protocol {protocol}: needs all images; leave out --first-images")
         if rerank is not None:
             raise ValueError(f"--protocol {protocol}: needs all scores; leave out --rerank")
     set_threads(threads)
@@ -150,7 +155,7 @@ def evaluate(
         with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
             alone: list[dict[str, float]] = []
             if by_truth:
-                scored = evaluate_truth(members, str(protocol), truth, n_folds, world, split)
+                scored = evaluate_truth(members, str(protocol), truth, n_folds, world, split, streaming=streaming)
                 ensemble = {} if scored is None else scored.summary
             elif cheap and rerank is not None:
                 ensemble, before = evaluation.rerank(*members[0], cheap[0], rerank, found=ranks, **options)

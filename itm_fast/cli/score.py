@@ -65,8 +65,8 @@ def score(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Image of each caption, one number from 0 per line; default: equally many captions per image, in the "
-            "order of the images.",
+            help="Image of each caption, one number from 0 per line or as .npy; default: equally many captions per "
+            "image, in the order of the images.",
             rich_help_panel=_MATRIX,
         ),
     ] = None,

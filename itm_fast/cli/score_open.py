@@ -1,22 +1,25 @@
 """Open the scores and the data of `itm-fast score`.
 
-Inside: `open_data`, `open_scores`, `open_second`, `owners_of`.
+Inside: `known_captions`, `open_data`, `open_scores`, `open_second`, `owners_of`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from itm_fast.cli.score_options import ScoreOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from itm_fast.data import PrecomputedDataset
     from itm_fast.evaluation.opening import Opened
     from itm_fast.evaluation.score_sources import ScoreSource
 
-__all__ = ["open_data", "open_scores", "open_second", "owners_of"]
+__all__ = ["known_captions", "open_data", "open_scores", "open_second", "owners_of"]
 
 
 def open_data(options: ScoreOptions) -> PrecomputedDataset | None:
@@ -24,6 +27,16 @@ def open_data(options: ScoreOptions) -> PrecomputedDataset | None:
     from itm_fast.data import Vocabulary, open_split
 
     return None if options.data is None else open_split(options.data, options.split, Vocabulary(Vocabulary.special))
+
+
+def known_captions(options: ScoreOptions, dataset: PrecomputedDataset | None) -> int | None:
+    """Return the number of captions by --caption-image or --data; None without both."""
+    from itm_fast.data import layout
+
+    if options.caption_image is None:
+        return None if dataset is None else len(dataset)
+    numbers = _array_of_owners(options.caption_image)
+    return len(layout.read_lines(options.caption_image) if numbers is None else numbers)
 
 
 def owners_of(options: ScoreOptions, source: ScoreSource, dataset: PrecomputedDataset | None) -> Tensor:
@@ -38,10 +51,39 @@ def owners_of(options: ScoreOptions, source: ScoreSource, dataset: PrecomputedDa
             f"scores have {source.n_images:,} and {source.n_captions:,}: scores of another split?"
         )
     if options.caption_image is not None:
+        numbers = _array_of_owners(options.caption_image)
+        if numbers is not None:
+            return torch.from_numpy(_checked(options.caption_image, numbers, source))
         return torch.from_numpy(layout.read_caption_image(options.caption_image, source.n_images, source.n_captions))
     if dataset is not None:
         return dataset.caption_image
     return torch.arange(source.n_captions) // max(source.n_captions // source.n_images, 1)
+
+
+def _array_of_owners(path: Path) -> npt.NDArray[np.int64] | None:
+    """Return the numbers in a `.npy` file; None for a text file."""
+    import numpy as np
+
+    from itm_fast.files.arrays import open_array
+
+    if path.suffix.lower() != ".npy":
+        return None
+    array = np.asarray(open_array(path))
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise ValueError(f"{path}: expected whole numbers (captions,), found {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def _checked(path: Path, numbers: npt.NDArray[np.int64], source: ScoreSource) -> npt.NDArray[np.int64]:
+    if len(numbers) != source.n_captions:
+        raise ValueError(f"{path}: expected one number per caption ({source.n_captions:,}), found {len(numbers):,}")
+    outside = (numbers < 0) | (numbers >= source.n_images)
+    if outside.any():
+        place = int(outside.argmax())
+        raise ValueError(
+            f"{path}: entry {place}: expected an image row from 0 to {source.n_images - 1}, got {numbers[place]}"
+        )
+    return numbers
 
 
 def open_scores(options: ScoreOptions, n_captions: int | None) -> Opened:
@@ -50,6 +92,11 @@ def open_scores(options: ScoreOptions, n_captions: int | None) -> Opened:
 
     embeddings = (options.image_embeddings, options.caption_embeddings)
     if options.scores is not None and embeddings == (None, None):
+        if options.similarity != "cosine" or (options.image_key, options.caption_key) != (None, None):
+            raise ValueError(
+                "--similarity, --image-key and --caption-key are for embeddings, not for a score matrix; --key names "
+                "an array of the file"
+            )
         return open_matrix(
             options.scores, options.key, captions_first=options.captions_first, distances=options.distances,
             n_captions=n_captions,

@@ -56,6 +56,7 @@ def write_page(
         ("Captions", f"{source.n_captions:,}"),
         ("Ties", "count as errors" if content["ties"] == "pessimistic" else "do not count as errors"),
         ("Resamples of the images", f"{content['bootstrap']['samples']:,}, seed {content['bootstrap']['seed']}"),
+        *([("Exchanges for p", f"{content['permutations']:,}")] if "permutations" in content else []),
         *(("Scores", name) for name in content["scores"]),
     ]
     write_scores(

@@ -1,6 +1,6 @@
 """What `itm-fast score` does with its options.
 
-Inside: `run_score`, `score_by_truth`.
+Inside: `run_score`, `score_by_truth`, `truth_ids`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from itm_fast.cli.score_open import open_data, open_scores, open_second, owners_of
+from itm_fast.cli.score_open import known_captions, open_data, open_scores, open_second, owners_of
 from itm_fast.cli.score_options import ScoreOptions, TruthOptions
 from itm_fast.cli.score_output import report_protocol, write_rankings
 from itm_fast.cli.score_report import SHOWN, write_page
@@ -20,16 +20,16 @@ from itm_fast.cli.score_report import SHOWN, write_page
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from itm_fast.evaluation.ground_truth import Ids
     from itm_fast.evaluation.score_protocols import Scored
     from itm_fast.evaluation.score_sources import ScoreSource
     from itm_fast.evaluation.suspicion import Look
 
-__all__ = ["run_score", "score_by_truth"]
+__all__ = ["run_score", "score_by_truth", "truth_ids"]
 
 
 def run_score(options: ScoreOptions) -> None:
     """Evaluate the scores, print the tables and write the files."""
-    from itm_fast.data import layout
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.evaluation.suspicion import Look, suspicions
     from itm_fast.files import atomic
@@ -44,9 +44,7 @@ def run_score(options: ScoreOptions) -> None:
             options.truth.paths()
     set_threads(options.threads)
     dataset = open_data(options)
-    known = None if dataset is None else len(dataset)
-    if options.caption_image is not None:
-        known = len(layout.read_lines(options.caption_image))
+    known = known_captions(options, dataset)
     opened = open_scores(options, known)
     source = opened.source
     owners = owners_of(options, source, dataset)
@@ -72,6 +70,7 @@ def run_score(options: ScoreOptions) -> None:
         "ties": options.ties,
         "warnings": [*opened.notes, *found],
         "bootstrap": {"samples": options.bootstrap, "seed": options.seed},
+        **({} if second is None else {"permutations": options.permutations}),
         "protocols": {
             result.name: report_protocol(
                 result,
@@ -102,15 +101,22 @@ def score_by_truth(
     seed: int = 0,
 ) -> dict[str, Scored]:
     """Evaluate scores by the protocols whose positives are in files; by name."""
-    from itm_fast.evaluation.ground_truth import Ids, read_ids
     from itm_fast.evaluation.score_truth import score_truth
 
-    folder, image_ids, caption_ids = truth.paths()
-    ids = Ids(read_ids(image_ids, source.n_images, "images"), read_ids(caption_ids, source.n_captions, "captions"))
+    folder, _, _ = truth.paths()
+    ids = truth_ids(truth, source.n_images, source.n_captions)
     return {
         name: score_truth(name, source, owners, folder, ids, folds=folds or 1, seed=seed, progress=True)
         for name in protocols
     }
+
+
+def truth_ids(truth: TruthOptions, n_images: int, n_captions: int) -> Ids:
+    """Read the numbers of images and captions; raise ValueError if there are not as many."""
+    from itm_fast.evaluation.ground_truth import Ids, read_ids
+
+    _, image_ids, caption_ids = truth.paths()
+    return Ids(read_ids(image_ids, n_images, "images"), read_ids(caption_ids, n_captions, "captions"))
 
 
 def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Look | None) -> list[Scored]:

@@ -57,7 +57,7 @@ def _print_all_help(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-@with_config_options(TrainConfig, replaced=("model_options", "loss_options"))
+@with_config_options(TrainConfig, replaced=("model_options", "loss_options", "recipe"))
 def train(
     model_option: Annotated[
         list[str] | None,
@@ -89,7 +89,11 @@ def train(
     steps: Annotated[int | None, typer.Option(hidden=True)] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Settings of a paper; see itm-fast recipes.", rich_help_panel=MODEL),
+        typer.Option(
+            metavar="NAME",
+            help="Recipe of a paper that the settings start from; see itm-fast recipes.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -123,18 +127,17 @@ def train(
     A flag such as --drop-last also has the form --no-drop-last, which overrides a recipe or a file.
 
     --resume takes the settings from the run; other options must match them. These may change without an effect on the
-    result: --data, --bert, --image-backbone and --clip (the same content in another folder), --workers, --features,
-    --image-checkpointing, --text-checkpointing, --discriminators-on-disk, --save-every, --tensorboard, --tracker and
-    --tracker-online. --device and --threads change the rounding. --micro-batch changes the rounding, dropout and batch
-    normalisation. --epochs may not drop below the epochs already done; with a cosine schedule, the learning rate
-    follows the new length from the resume point on.
+    result: --data, --bert, --image-backbone and --clip (the same content in another folder), --recipe (another one with
+    the same settings), --workers, --features, --image-checkpointing, --text-checkpointing, --discriminators-on-disk,
+    --save-every, --tensorboard, --tracker and --tracker-online. --device and --threads change the rounding.
+    --micro-batch changes the rounding, dropout and batch normalisation. --epochs may not drop below the epochs already
+    done; with a cosine schedule, the learning rate follows the new length from the resume point on.
     """
     from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder
     from itm_fast.training.loss_rules import without_idle
     from itm_fast.training.run import train as run_training
 
-    published = recipes.load(recipe).settings if recipe is not None else {}
     if steps is not None:
         if regulator_steps is not None:
             raise ValueError("--steps: the former name of --regulator-steps; give the new name alone")
@@ -147,10 +150,13 @@ def train(
     }
     options = {name: values for name, values in options.items() if values}
     values = settings.with_present_names(TrainConfig, given_options(values), "--")
-    given = recipes.merge(read_yaml(config) if config is not None else {}, values, options)
+    named = given_options({"recipe": recipe})
+    given = recipes.merge(read_yaml(config) if config is not None else {}, named, values, options)
+    recipe = given.get("recipe")
+    published = recipes.load(recipe).settings if isinstance(recipe, str) else {}
     merged = recipes.merge(without_idle(published, given), given)
     if published and merged["model"] != published["model"]:
-        raise ValueError(f"--recipe {recipe} is of the model {published['model']}, but {merged['model']} was asked for")
+        raise ValueError(f"recipe: {recipe} is of the model {published['model']}, but {merged['model']} was asked for")
     if resume:
         if "out" not in merged:
             raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")

@@ -18,8 +18,10 @@ from itm_fast.evaluation.score_sources import ScoreSource
 
 __all__ = ["positive_measures", "query_blocks", "r_precision"]
 
-# Scores in a block of queries with all their candidates.
+# Scores of a block of queries with all their candidates that are read at a time. A file of scores needs long pieces.
 _BLOCK = 4 * 2**20
+# Scores that are ranked at a time, with about 100 bytes of intermediate results each.
+_RANKED = 2**19
 _RECALLS = (1, 5, 10)
 
 
@@ -95,11 +97,14 @@ def query_blocks(
     of_images = direction == "i2t"
     if candidates is None:
         candidates = torch.arange(source.n_captions if of_images else source.n_images)
-    chosen = torch.from_numpy(queries).split(max(_BLOCK // len(candidates), 1)) if len(queries) else ()
+    n_read, n_ranked = (max(n // len(candidates), 1) for n in (_BLOCK, _RANKED))
+    chosen = torch.from_numpy(queries).split(n_read) if len(queries) else ()
     start = 0
     for block in tqdm(chosen, desc=f"{description} {direction}", leave=False, disable=None if progress else True):
-        yield start, source.tile(block, candidates) if of_images else source.tile(candidates, block).t()
-        start += len(block)
+        scores = source.tile(block, candidates) if of_images else source.tile(candidates, block).t()
+        for part in scores.split(n_ranked):
+            yield start, part
+            start += len(part)
 
 
 def _mask(items: Sequence[npt.NDArray[np.int64]], width: int) -> Tensor:

@@ -68,6 +68,11 @@ def open_matrix(
                 f"{path}: expected {n_captions:,} captions as rows or columns, found {shape}: scores of another split?"
             )
         if not captions_first and columns != n_captions:
+            if rows < columns:
+                raise ValueError(
+                    f"{path}: expected {n_captions:,} captions as columns, found {shape}: captions of another split? "
+                    "If they are the rows, give --captions-first"
+                )
             captions_first = True
             notes.append(_read_transposed(path, shape))
     elif captions_first and rows < columns:

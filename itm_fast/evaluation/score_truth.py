@@ -26,6 +26,8 @@ from itm_fast.files import regular
 __all__ = ["score_truth"]
 
 _DIRECTIONS = ("i2t", "t2i")
+# With fewer queries, few of them may have their own image among the positives by chance.
+_ENOUGH = 100
 # The names of the files that contain the ground truth.
 _CLASSES = "instances_val2014.json"
 
@@ -108,10 +110,23 @@ def _add_positives(
                 "of the scores; they count as not found",
                 stacklevel=2,
             )
-        found = positive_measures(source, truth, direction, progress=progress, description=description)
         owners = truth.queries if direction == "i2t" else caption_image.numpy()[truth.queries]
+        if direction == "t2i":
+            _warn_of_order(owners, truth, description)
+        found = positive_measures(source, truth, direction, progress=progress, description=description)
         for name, new in (names or {name: name for name in found}).items():
             measures.add(f"{direction}_{new}", owners, found[name])
+
+
+def _warn_of_order(owners: np.ndarray, truth: Positives, description: str) -> None:
+    """Warn if the positives of captions hardly contain their own images, as with numbers in another order."""
+    right = sum(owner in items for owner, items in zip(owners.tolist(), truth.items, strict=True))
+    if len(owners) >= _ENOUGH and right < len(owners) / 10:
+        warnings.warn(
+            f"protocol {description}: only {right:,} of {len(owners):,} captions have their own image among their "
+            "positives: are --image-ids and --caption-ids in the order of the scores?",
+            stacklevel=2,
+        )
 
 
 def _cxc(

@@ -1,6 +1,6 @@
 """Compute ranks and best matches tile by tile, without a score matrix.
 
-Inside: `stream_ranks`, `top_k`; `Member`, which `reranking` also uses.
+Inside: `stream_ranks`, `top_k`; `Member` and `evaluation_modes`, which other files also use.
 
 A rank counts the scores above the score of the matching pair, so that score must be known first. Tiles that contain
 matching pairs are therefore scored first. Captions are sorted by image, so these tiles are few. They are kept until
@@ -23,7 +23,7 @@ from itm_fast.evaluation.ranks import Ranks
 from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
 from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 
-__all__ = ["CHUNK_CAPTIONS", "Member", "stream_ranks", "top_k"]
+__all__ = ["CHUNK_CAPTIONS", "Member", "evaluation_modes", "stream_ranks", "top_k"]
 
 # Captions encoded at a time: 0.4 GB of embeddings for 13 words per caption and 1,024 float32 values per word.
 CHUNK_CAPTIONS = 8192
@@ -93,7 +93,7 @@ def stream_ranks(
     own_tiles = split_tiles(images[share], tile_images)
     image_tiles = list(zip(range(share.start, share.stop, tile_images), own_tiles, strict=True))
     caption_tiles = list(zip(range(0, len(chosen), tile_captions), split_tiles(chosen, tile_captions), strict=True))
-    with _evaluation_modes(parts), tqdm(
+    with evaluation_modes(parts), tqdm(
         total=len(image_tiles) * len(caption_tiles), desc=description, unit="tile", leave=False,
         disable=None if progress else True,
     ) as bar:  # fmt: skip
@@ -191,7 +191,8 @@ def _sum(tiles: Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluation_modes(parts: Sequence[Member]) -> Iterator[None]:
+def evaluation_modes(parts: Sequence[Member]) -> Iterator[None]:
+    """Run a block with all models in evaluation mode, without gradients."""
     with contextlib.ExitStack() as stack:
         for part in parts:
             stack.enter_context(evaluation_mode(part.model))

@@ -55,6 +55,10 @@ def map_npy(path: str | os.PathLike[str]) -> np.memmap:
     size = status.st_size
     try:
         with regular.open_file(path) as file:
+            if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+                # numpy's own message would advise to unpickle the file.
+                raise ValueError("it does not begin as one" if size else "empty file")
+            file.seek(0)
             header = _header(file)
             promised = None if header is None or header[2].hasobject else file.tell() + _bytes(header)
         truncated = promised is not None and size < promised
@@ -213,5 +217,8 @@ def _chosen(path: Path, key: str | None, shapes: Mapping[str, tuple[int, ...]]) 
         return key
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     if len(matrices) != 1:
-        raise ValueError(f"{path}: expected one array with two dimensions, found {len(matrices)}; its arrays: {listed}")
+        advice = "; --key NAME chooses one" if matrices else ""
+        raise ValueError(
+            f"{path}: expected one array with two dimensions, found {len(matrices)}; its arrays: {listed}{advice}"
+        )
     return matrices[0]

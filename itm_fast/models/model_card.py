@@ -126,7 +126,9 @@ def card_text(described: Described) -> str:
         )
         parts += [f"## Results: {one.title}", _table(("measure", "value", "95 % interval"), rows)]
     if described.training:
-        parts += ["## Training", _validation(described.best), _yaml(described.training)]
+        recipe = described.training.get("recipe")
+        started = f"Started from the recipe `{recipe}` of itm_fast, with these settings:" if recipe else ""
+        parts += ["## Training", _validation(described.best), started, _yaml(described.training)]
     if described.data:
         digests = ((name, f"`{digest}`") for name, digest in described.data.items())
         parts += ["## Data", "SHA-256 digests:", _table(("file", "digest"), digests)]
@@ -219,7 +221,7 @@ def _measured(results: Any) -> list[Measured]:
     protocols = results.get("protocols") if isinstance(results, Mapping) else None
     if isinstance(protocols, Mapping):
         found = {str(name): one for name, one in protocols.items()}
-    elif isinstance(results, Mapping) and "rsum" in results:
+    elif isinstance(results, Mapping) and ("rsum" in results or "protocol" in results):
         found = {str(results.get("protocol") or results.get("split") or "full"): results}
     else:
         found = {}

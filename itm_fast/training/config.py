@@ -120,6 +120,13 @@ class TrainConfig:
         help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, pfan, rvsepp, saem, scan, sgraf, vse_infty, "
         "vsepp or vsrn.",
     )
+    # The command applies it. The name is kept for the model card.
+    recipe: str | None = setting(
+        None,
+        group=MODEL,
+        help="Recipe of a paper that the settings start from; see itm-fast recipes.",
+        free_on_resume=True,
+    )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
         None,

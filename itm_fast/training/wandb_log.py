@@ -64,7 +64,7 @@ class WandbLog:
             config=self._settings,
             settings=self._wandb.Settings(
                 **mode, console="off", silent=True, disable_code=True, disable_git=True,
-                x_disable_meta=True, x_disable_stats=True,
+                x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
             ),
         )  # fmt: skip
         keep_id(folder, self._log.id, self._run)

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.mlflow_log import MlflowLog
+from python_tests.helpers.processes import run as run_process
 from python_tests.helpers.runs import config, run
+from python_tests.helpers.wandb_server import WandbServer
 
 Points = dict[str, list[tuple[int, float]]]
 
@@ -141,3 +144,15 @@ def test_wandb_has_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
     for name, points in wanted.items():
         assert [step for step, _ in shown[name]] == [step for step, _ in points]
         assert all(math.isclose(one, two) for (_, one), (_, two) in zip(shown[name], points, strict=True))
+    # The command of the guide sends both starts; the lines of the second replace those of the first.
+    with WandbServer().running() as server:
+        place = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0" * 40, "WANDB_CONFIG_DIR": tmp_path / "wandb"}
+        folders = sorted(out.glob("wandb/offline-run-*"))
+        command = [sys.executable, "-m", "wandb", "sync", *folders]
+        done = run_process(command, cwd=tmp_path, WANDB_ERROR_REPORTING="false", **place)
+        assert done.returncode == 0, done.stderr
+    assert set(server.ids) == {(out / "wandb/run_id").read_text().strip()}
+    sent = {name: [(row["_step"], row[name]) for row in server.rows if name in row] for name in wanted}
+    assert sent == shown
+    assert server.uploads
+    assert "requirements.txt" not in server.uploads, "the list of installed packages"

@@ -71,6 +71,7 @@ def test_two_matrices(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
             "--permutations", 30,
         )  # fmt: skip
     printed, found = capsys.readouterr(), json.loads((tmp_path / "r.json").read_text())
+    assert found["permutations"] == 30
     against = found["protocols"]["full"]["against"]
     differences = against.pop("differences")
     expected = standard(table().tolist(), OWNERS.tolist()), standard(other.tolist(), OWNERS.tolist())
@@ -106,9 +107,10 @@ def test_embeddings_and_captions_in_another_order(tmp_path: Path, capsys: pytest
         assert found == pytest.approx(standard(scores.tolist(), owners.tolist()), rel=1e-9)
     assert capsys.readouterr().err == ""
     np.savez(tmp_path / "both.npz", i=images, c=captions)
+    np.save(tmp_path / "owners.npy", owners)
     run(
         "--image-embeddings", tmp_path / "both.npz", "--image-key", "i", "--caption-embeddings", tmp_path / "both.npz",
-        "--caption-key", "c", "--similarity", "dot", "--caption-image", tmp_path / "owners.txt", "--json",
+        "--caption-key", "c", "--similarity", "dot", "--caption-image", tmp_path / "owners.npy", "--json",
         tmp_path / "again.json", "--bootstrap", 0,
     )  # fmt: skip
     assert json.loads((tmp_path / "again.json").read_text())["protocols"]["full"] == found
@@ -165,6 +167,8 @@ def test_several_protocols_of_flickr30k(tmp_path: Path, capsys: pytest.CaptureFi
 def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "other.npy", table()[:6])
     (tmp_path / "owners.txt").write_text("0\n" * 60)
+    np.save(tmp_path / "wrong.npy", [0] * 59 + [12])
+    (tmp_path / "junk.npy").write_text("hello")
     (tmp_path / "wrong.txt").write_text("0\n" * 59 + "12\n")
     either = "FILE: give either a score matrix, or --image-embeddings and --caption-embeddings"
     for arguments, message in (
@@ -179,6 +183,19 @@ def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureF
             ["--image-embeddings", file, "--caption-embeddings", file, "--similarity", "l2"],
             "similarity: expected cosine or dot, got 'l2'",
         ),
+        *(
+            (
+                [file, *words],
+                "--similarity, --image-key and --caption-key are for embeddings, not for a score matrix; --key names "
+                "an array of the file",
+            )
+            for words in (["--similarity", "dot"], ["--image-key", "a"], ["--caption-key", "a"])
+        ),
+        (
+            [tmp_path / "junk.npy"],
+            f"{tmp_path / 'junk.npy'}: not a readable .npy array of numbers (it does not begin as one; 5 bytes on "
+            "disk)",
+        ),
         (
             [file, "--against", tmp_path / "other.npy"],
             f"{tmp_path / 'other.npy'}: expected scores of the same 12 images, found 6: scores of another split?",
@@ -186,6 +203,14 @@ def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureF
         (
             [file, "--caption-image", tmp_path / "wrong.txt"],
             f"{tmp_path / 'wrong.txt'}: line 60: expected an image row from 0 to 11, got 12",
+        ),
+        (
+            [file, "--caption-image", tmp_path / "wrong.npy"],
+            f"{tmp_path / 'wrong.npy'}: entry 59: expected an image row from 0 to 11, got 12",
+        ),
+        (
+            [file, "--caption-image", file],
+            f"{file}: expected whole numbers (captions,), found float64 of shape (12, 60)",
         ),
         ([file, "--protocol", "coco"], "protocol: expected full, f30k, coco1k, coco5k, eccv, cxc, pmrp, got 'coco'"),
         ([file, "--folds", 5], "folds: expected a divisor of the number of images, 12, got 5"),
@@ -293,6 +318,14 @@ def test_evaluate_takes_positives_in_files(
     assert found["i2t_r_precision"] == 50.0 * sum(rank < 2 for rank in ranks)
     assert found["t2i_r1"] == 100.0 * (scores[:, 0].argmax() == 0)
     assert f"t2i_r1 {found['t2i_r1']:.2f}" in " ".join(capsys.readouterr().out.split())
-    assert error(capsys, *command, "--streaming") == (
-        1, "--protocol eccv: needs all scores; leave out --streaming and --first-images",
+    assert cli.run([str(word) for word in [*command, "--streaming", "--json", "s.json"]]) == 0
+    streamed = json.loads(Path("s.json").read_text())
+    assert {**streamed, "seconds": 0} == {**found, "seconds": 0}
+    models.load(trained).save_pretrained("shared", results="s.json")
+    assert "## Results: eccv\n\n| measure | value | 95 % interval |" in Path("shared/README.md").read_text()
+    assert error(capsys, *command, "--first-images", "5") == (
+        1, "--protocol eccv: needs all images; leave out --first-images",
     )  # fmt: skip
+    Path("captions.txt").write_text("9000\n")
+    message = f"captions.txt: expected one number per line for {len(dataset)} captions, found 1: of another split?"
+    assert error(capsys, *command) == (1, message)

@@ -243,6 +243,8 @@ def test_an_evaluation_is_that_of_one_process(
             shared = found[size][rank]["evaluation"]
             for name in ("scores", "few"):
                 torch.testing.assert_close(shared[name], alone[name], rtol=1e-5, atol=1e-6)
+            if rank == 0:
+                torch.testing.assert_close(shared["on disk"], shared["sum"], rtol=1e-5, atol=1e-6)
             for streaming in (False, True):
                 name = f"recalls, streaming {streaming}"
                 for recalls, expected in zip(shared[name], alone[name], strict=True):

@@ -20,6 +20,7 @@ from itm_fast import Fragments, models
 from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
 from itm_fast.distributed import World
 from itm_fast.evaluation import evaluate_ensemble, score_matrix
+from itm_fast.evaluation.stored_scores import scores_on_disk
 from itm_fast.models import MatchingModel
 from itm_fast.nn.grouped import GroupedRowNorm
 from itm_fast.training import TrainConfig
@@ -243,6 +244,11 @@ def evaluation_case(world: World, data: Path, run: Path) -> dict[str, Any]:
     tiles = {"tile_images": 3, "tile_captions": 7, "world": world}
     result: dict[str, Any] = {"scores": score_matrix(model, dataset, **tiles)}
     result["few"] = score_matrix(model, dataset, images=torch.tensor([4]), captions=torch.tensor([3, 9]), world=world)
+    with scores_on_disk(members, **tiles, chunk_captions=20) as source:
+        assert (source is not None) == world.first
+        if source is not None:
+            result["on disk"] = source.tile(torch.arange(dataset.n_images), torch.arange(len(dataset)))
+            result["sum"] = result["scores"] + score_matrix(other, dataset)
     for streaming in (False, True):
         alone, together = evaluate_ensemble(members, folds=2, streaming=streaming, **tiles)
         result[f"recalls, streaming {streaming}"] = [*alone, together]

@@ -136,7 +136,7 @@ def test_layouts_are_found_with_a_note(tmp_path: Path) -> None:
         assert open_matrix(path).source.n_images == 10
     # A known number of captions decides.
     np.save(path, matrix()[:, :4])
-    assert open_matrix(path, n_captions=3).source.n_images == 4
+    assert open_matrix(path, n_captions=3, captions_first=True).source.n_images == 4
     assert open_matrix(path, n_captions=4).source.n_images == 3
 
 
@@ -190,7 +190,8 @@ def refusals(tmp_path: Path) -> dict[str, tuple[Path, dict[str, Any], str]]:
         "two arrays": (
             tmp_path / "two.npz",
             {},
-            "two.npz: expected one array with two dimensions, found 2; its arrays: a [3, 15], b [3, 15]",
+            "two.npz: expected one array with two dimensions, found 2; its arrays: a [3, 15], b [3, 15]; --key NAME "
+            "chooses one",
         ),
         "another name": (
             tmp_path / "two.npz", {"key": "c"}, "two.npz: has no array 'c'; its arrays: a [3, 15], b [3, 15]",
@@ -227,6 +228,12 @@ def refusals(tmp_path: Path) -> dict[str, tuple[Path, dict[str, Any], str]]:
             npy("split", matrix()),
             {"n_captions": 20},
             "split.npy: expected 20 captions as rows or columns, found 3 x 15: scores of another split?",
+        ),
+        "numbers of images in place of captions": (
+            npy("few", matrix()),
+            {"n_captions": 3},
+            "few.npy: expected 3 captions as columns, found 3 x 15: captions of another split? If they are the rows, "
+            "give --captions-first",
         ),
         "images as rows": (
             npy("rows", matrix()),

@@ -85,6 +85,26 @@ def test_a_positive_that_the_scores_lack_is_not_found(tmp_path: Path) -> None:
     assert found == pytest.approx(plain(table(), of_images, of_captions), rel=1e-12)
 
 
+def test_numbers_in_another_order_are_suspicious(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    n = 40
+    ids, owners = Ids(np.arange(n), 100 + np.arange(5 * n)), torch.arange(5 * n) // 5
+    positives = {
+        "image_to_caption": {i: list(range(100 + 5 * i, 105 + 5 * i)) for i in range(n)},
+        "caption_to_image": {100 + c: [c // 5, 0] for c in range(5 * n)},
+    }
+    for kind, table in positives.items():
+        (tmp_path / f"eccv_{kind}.json").write_text(json.dumps(table))
+    source = MatrixScores(np.random.default_rng(0).standard_normal((n, 5 * n)))
+    score_truth("eccv", source, owners, tmp_path, ids)
+    assert not recwarn.list
+    message = (
+        "protocol eccv: only 5 of 200 captions have their own image among their positives: are --image-ids and "
+        "--caption-ids in the order of the scores?"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        score_truth("eccv", source, owners, tmp_path, Ids(ids.images, ids.captions[::-1].copy()))
+
+
 def test_the_package_eccv_caption_agrees(tmp_path: Path) -> None:
     metrics = pytest.importorskip("eccv_caption").Metrics()
     # Without ties, which the package does not see.

@@ -461,6 +461,16 @@ def test_options_override_the_file_and_the_file_the_recipe(data: Path, tmp_path:
     assert (model.text_to_image.temperature, model.text_to_image.aggregation) == (5.0, "logsumexp")
 
 
+def test_a_file_may_name_the_recipe(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("recipe: vsepp-f30k\ngrad_clip: 1.5\n")
+    from_file = trained_with(data, tmp_path / "a", "--config", file, *SMALL)
+    from_option = trained_with(data, tmp_path / "b", "--recipe", "vsepp-f30k", "--grad-clip", "1.5", *SMALL)
+    assert from_file == {**from_option, "out": from_file["out"]}
+    again = trained_with(data, tmp_path / "c", "--config", tmp_path / "b" / "train.yaml")
+    assert again == {**from_option, "out": again["out"]}
+
+
 def test_a_printed_recipe_is_a_configuration(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.run(["recipes", "vsepp-f30k"]) == 0
@@ -471,8 +481,8 @@ def test_a_printed_recipe_is_a_configuration(data: Path, tmp_path: Path, capsys:
     assert read_yaml(file) == recipes.load("vsepp-f30k").settings
     from_file = trained_with(data, tmp_path / "a", "--config", file, *SMALL)
     from_recipe = trained_with(data, tmp_path / "b", "--recipe", "vsepp-f30k", *SMALL)
-    assert {**from_file, "out": ""} == {**from_recipe, "out": ""}
-    assert from_recipe["model"] == "vsepp"
+    assert {**from_file, "out": ""} == {**from_recipe, "out": "", "recipe": None}
+    assert (from_recipe["model"], from_recipe["recipe"]) == ("vsepp", "vsepp-f30k")
 
 
 def test_the_list_shows_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -490,11 +500,20 @@ def test_a_run_of_a_recipe_is_resumed_with_or_without_it(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    trained_with(data, out, "--recipe", "scan-i2t-f30k", *SMALL)
+    first = trained_with(data, out, "--recipe", "scan-i2t-f30k", *SMALL)
+    assert first["recipe"] == "scan-i2t-f30k"
     assert cli.run(["train", "--out", str(out), "--resume", "--epochs", "2"]) == 0
+    assert read_yaml(out / "train.yaml") == {**first, "epochs": 2}
+    # Runs of earlier versions do not name their recipe.
+    lines = (out / "train.yaml").read_text().splitlines(keepends=True)
+    (out / "train.yaml").write_text("".join(line for line in lines if not line.startswith("recipe:")))
     again = ["train", "--recipe", "scan-i2t-f30k", "--out", str(out), "--resume", *SMALL, "--epochs", "3"]
     assert cli.run(again) == 0
     assert "6 steps in" in capsys.readouterr().out
+    assert read_yaml(out / "train.yaml") == {**first, "epochs": 3}
+    models.load(out).save_pretrained(tmp_path / "shared", run=out)
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert "Started from the recipe `scan-i2t-f30k` of itm_fast, with these settings:\n\n```yaml\n" in card
     message = error(capsys, "train", "--recipe", "scan-i2t-coco", "--out", out, "--resume", *SMALL, "--epochs", "3")
     assert message.startswith(f"{out}: holds a run with lr = 0.0002, not 0.0005; ")
 
@@ -507,8 +526,11 @@ def test_errors_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
     message = error(
         capsys, "train", "--recipe", "scan-t2i-f30k", "--model", "vsepp", "--data", data, "--out", tmp_path / "run"
     )
-    assert message == "--recipe scan-t2i-f30k is of the model scan, but vsepp was asked for"
+    assert message == "recipe: scan-t2i-f30k is of the model scan, but vsepp was asked for"
     file = tmp_path / "bad.yaml"
+    file.write_text("recipe: 5\n")
+    message = error(capsys, "train", "--config", file, "--data", data, "--out", tmp_path / "run")
+    assert message == "recipe: expected a string, got 5"
     file.write_text("model_options: [1]\n")
     message = error(capsys, "train", "--recipe", "vsepp-coco", "--config", file, "--data", data, "--out", "run")
     assert message == "model_options: expected names and values, got [1]"
