@@ -308,7 +308,7 @@ def test_bad_pictures_and_captions_are_named_or_left_out(
     assert not (tmp_path / "store").exists()
     assert run([*arguments, "--skip-bad"]) == 0
     printed = capsys.readouterr().out
-    assert f"2 left out, all in {tmp_path}/store/skipped.txt:" in printed
+    assert f"2 pictures or captions left out (full list: {tmp_path}/store/skipped.txt):" in printed
     listed = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
     assert listed[0] == f"{captions}: line 2: {images / first}: an empty file, not a picture"
     assert listed[1].startswith(f"{captions}: line 4: {images / second}: the picture cannot be decoded (")
@@ -342,7 +342,8 @@ def test_captions_of_too_many_tokens_are_named_or_left_out(
     assert run([*arguments, "--vocab", clip, "--max-tokens", counts[0], "--skip-bad"]) == 0
     line = f"{captions}: line 42: expected at most {counts[0]} tokens in a caption, got {counts[1]}"
     assert (tmp_path / "store" / "skipped.txt").read_text() == f"{line}\n"
-    assert f"1 left out, all in {tmp_path}/store/skipped.txt:\n  {line}\n" in capsys.readouterr().out
+    title = f"1 picture or caption left out (full list: {tmp_path}/store/skipped.txt)"
+    assert f"{title}:\n  {line}\n" in capsys.readouterr().out
     stored = Vocabulary.from_file(tmp_path / "store" / "vocab.json")
     assert stored == TokenizerVocabulary.from_folder(clip)
     splits = [open_split(tmp_path / "store", split, stored) for split in ("train", "dev", "test")]
@@ -355,7 +356,9 @@ def test_emoji_are_written_as_pictures(
     monkeypatch.setattr(emoji, "SPLITS", ("dev",))
     out = tmp_path / "emoji"
     assert run(["data", "emoji", "--pictures", "--out", out]) == 0
-    command = f"itm-fast data import --images {out}/pictures --captions {out}/captions.csv --out STORE"
+    command = (
+        f"itm-fast data import --images {out}/pictures --captions {out}/captions.csv --size 72 --grid 6 --out STORE"
+    )
     assert capsys.readouterr().out == f"import them with: {command}\n"
     (dev,) = collect(out / "pictures", out / "captions.csv").splits
     assert (dev.name, dev.captions) == ("dev", emoji.captions("dev"))
@@ -419,8 +422,8 @@ def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path, capsys: pytest
     assert run(["data", "import", *folders, "--workers", 0, "--min-count", 1, "--size", 64, "--grid", 4]) == 0
     assert (tmp_path / "store" / "duplicates.txt").read_text() == f"{line}\n"
     assert capsys.readouterr().out.startswith(
-        "1 pair of pictures in different splits that look the same, later all in "
-        f"{tmp_path}/store/duplicates.txt:\n  {line}\n"
+        "1 pair of near-identical pictures in different splits (full list after the import: "
+        f"{tmp_path}/store/duplicates.txt):\n  {line}\n"
     )
 
 
@@ -434,13 +437,16 @@ def test_options_that_do_not_fit_are_one_line(
         1, "--split: expected three shares such as 0.8,0.1,0.1, got most"
     )  # fmt: skip
     assert error(capsys, *arguments, "--pool", "some")[1].startswith("pool: expected patches, class, mean, or a grid")
-    assert error(capsys, *arguments, "--stretch") == (
-        1, "--stretch: expected only without --encoder, which says how pictures are scaled"
-    )  # fmt: skip
+    for given in (["--stretch"], ["--size", 32], ["--grid", 4]):
+        assert error(capsys, *arguments, *given) == (
+            1, "--size, --stretch, --grid: expected only without --encoder, whose folder says how pictures are scaled"
+        )  # fmt: skip
     assert error(capsys, *arguments, "--device", "no") == (
         1, "device: expected a device such as cpu or cuda, got 'no'"
     )  # fmt: skip
     del arguments[6:8]
+    for given in (["--layer", 1], ["--pool", "mean"], ["--dtype", "fp32"]):
+        assert error(capsys, *arguments, *given) == (1, "--layer, --pool, --dtype: expected only with --encoder")
     assert error(capsys, *arguments, "--size", 4097)[0] == 2
     assert error(capsys, *arguments, "--grid", 257)[0] == 2
     assert error(capsys, *arguments, "--grid", 5) == (1, "--grid: expected a divisor of --size 224, got 5")
