@@ -132,17 +132,18 @@ class PrecomputedDataset(CaptionDataset):
         line = caption if self._kept is None else int(self._kept[caption])
         return f"{layout.split_path(self.directory, self.split, 'caps.txt')}: line {line + 1}"
 
-    def warn_of_rare_words(self, min_count: int) -> None:
+    def warn_of_rare_words(self, min_count: int, source: Path | None = None) -> None:
         """Warn if a vocabulary built from these captions leaves out many of their words, as on small data.
 
         Args:
             min_count: the minimum occurrences of a word in the vocabulary.
+            source: what the captions were read from; None: the folder.
         """
         if 0.05 < self.unknown_share <= 0.5:
             warnings.warn(
-                f"{self.directory}: the vocabulary leaves out {self.unknown_share:.0%} of the words in the captions of "
-                f"{self.split}, as each occurs fewer than --min-count {min_count} times; a lower --min-count keeps "
-                "more",
+                f"{source or self.directory}: the vocabulary leaves out {self.unknown_share:.0%} of the words in the "
+                f"captions of {self.split}, as each occurs fewer than --min-count {min_count} times; a lower "
+                "--min-count keeps more",
                 stacklevel=2,
             )
 

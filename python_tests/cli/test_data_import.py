@@ -397,6 +397,17 @@ def test_splits_that_disagree_are_one_line(tmp_path: Path, last: str, message: s
     assert str(raised.value) == f"{file}: {message.format(*names, file=file)}"
 
 
+def test_rare_words_are_reported_with_the_file_of_captions(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path / "pictures", 12)
+    captions = tmp_path / "a.csv"
+    captions.write_text("image,caption\n" + "".join(f"{name},sun\n" for name in names) + f"{names[0]},zebra\n")
+    folders = ["--images", tmp_path / "pictures", "--captions", captions, "--out", tmp_path / "store"]
+    with pytest.warns(
+        UserWarning, match=rf"^{captions}: the vocabulary leaves out 8% of the words in the captions of "
+    ):
+        assert run(["data", "import", *folders, "--workers", 0, "--split", "1,0,0", "--size", 8, "--grid", 1]) == 0
+
+
 def test_two_names_of_one_file_are_one_line(
     tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
