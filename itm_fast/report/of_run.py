@@ -80,6 +80,7 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
         ],
         split=split,
         credits="",
+        note=model.attention_note,
         **searches(model, dataset, scores, config.seed, lambda number: _picture(dataset, number), names),
     )  # fmt: skip
     write_report(path, report)

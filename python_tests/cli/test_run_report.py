@@ -43,6 +43,7 @@ def test_the_report_of_a_run_on_pictures(store: Path, tmp_path: Path, model: str
     assert all(name in html for name in test.image_ids)
     drawn = html.split('<ol class="looks">')
     assert len(drawn) - 1 == examples
+    assert (models.LAPS.attention_note in html) == (model == "laps")
     for example, before in zip(drawn[1:], drawn, strict=False):
         (caption,) = re.findall(r'<p class="query">([^<]*)</p>\s*$', before)
         index = test.captions.index(caption)
