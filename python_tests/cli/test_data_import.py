@@ -123,6 +123,12 @@ def test_stored_pictures_become_a_trained_model(
     page = tmp_path / "pair.html"
     assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+    arguments[arguments.index("--out") + 1] = other = tmp_path / "other"
+    assert run([*arguments, "--size", 24, "--grid", 4]) == 0
+    assert error(capsys, "evaluate", "--checkpoint", tmp_path / "run", "--data", other) == (
+        1, f"{other}/test-00000.safetensors: pictures are cut into patches of 6 x 6 pixels, but the model in "
+        f"{tmp_path}/run reads patches of 12 x 12; import them with a --size of 12 times --grid"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("stretch", [True, False])
