@@ -124,6 +124,9 @@ def test_stored_pictures_become_a_trained_model(
     assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/png") > 2
     arguments[arguments.index("--out") + 1] = other = tmp_path / "other"
+    assert error(capsys, *arguments, "--encoder", store) == (
+        1, f"{store}/config.json: no such file; expected the folder of a vision model"
+    )  # fmt: skip
     assert run([*arguments, "--size", 24, "--grid", 4]) == 0
     assert error(capsys, "evaluate", "--checkpoint", tmp_path / "run", "--data", other) == (
         1, f"{other}/test-00000.safetensors: pictures are cut into patches of 6 x 6 pixels, but the model in "

@@ -378,6 +378,9 @@ def test_folders_that_do_not_fit(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
 ) -> None:
     folder = write_bert(tmp_path / "bert", **changes)
+    if "model_type" in changes:
+        # Folders of other models may lack a vocabulary.
+        (folder / "vocab.txt").unlink()
     arguments = ["train", "--data", data, "--out", tmp_path / "run", "--model", "vse_infty", "--bert", folder]
     assert error_of(capsys, *arguments) == f"{folder}/{message}"
     assert not (tmp_path / "run").exists()
