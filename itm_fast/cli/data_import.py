@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from itm_fast.cli.train import REPORTED
+
 if TYPE_CHECKING:
     from itm_fast.data import Vocabulary
 
@@ -225,7 +227,8 @@ def import_command(
         _list(f"{one} left out (full list: {out / SKIPPED})", found.skipped)
     if found.duplicates:
         atomic.write_text(out / DUPLICATES, "".join(f"{line}\n" for line in found.duplicates))
-    report = " --report" if encoder is None or pictures else ""
+    tested = any(record.name == REPORTED for record in manifest.splits)
+    report = " --report" if tested and (encoder is None or pictures) else ""
     typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{report}")
 
 

@@ -35,7 +35,10 @@ QUERIES, ATTENTION, HITS = 12, 4, 5
 
 def check_pictures(data: str | os.PathLike[str], split: str) -> None:
     """Raise ValueError if a split cannot be opened, or its pictures are unknown."""
-    dataset = open_split(data, split, Vocabulary.build([]))
+    try:
+        dataset = open_split(data, split, Vocabulary.build([]))
+    except ValueError as error:
+        raise ValueError(f"--report: {error}") from None
     if _picture(dataset, 0) is None:
         raise ValueError(
             f"--report: {data} contains features without pictures; expected a store that itm-fast data import wrote"

@@ -406,7 +406,8 @@ def test_splits_that_disagree_are_one_line(tmp_path: Path, last: str, message: s
     assert str(raised.value) == f"{file}: {message.format(*names, file=file)}"
 
 
-def test_rare_words_are_reported_with_the_file_of_captions(tmp_path: Path) -> None:
+def test_rare_words_are_reported_with_the_file_of_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pictures of this store are all in train: there is nothing to report on."""
     names = write_pictures(tmp_path / "pictures", 12)
     captions = tmp_path / "a.csv"
     captions.write_text("image,caption\n" + "".join(f"{name},sun\n" for name in names) + f"{names[0]},zebra\n")
@@ -415,6 +416,11 @@ def test_rare_words_are_reported_with_the_file_of_captions(tmp_path: Path) -> No
         UserWarning, match=rf"^{captions}: the vocabulary leaves out 8% of the words in the captions of "
     ):
         assert run(["data", "import", *folders, "--workers", 0, "--split", "1,0,0", "--size", 8, "--grid", 1]) == 0
+    store = tmp_path / "store"
+    assert capsys.readouterr().out.endswith(f"--data {store} --model scan --out RUN\n")
+    assert error(capsys, "train", "--data", store, "--out", tmp_path / "run", "--report") == (
+        1, f"--report: {store}: there is no split 'test' (splits in this feature store: train)"
+    )  # fmt: skip
 
 
 def test_two_names_of_one_file_are_one_line(
