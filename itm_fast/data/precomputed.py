@@ -124,7 +124,7 @@ class PrecomputedDataset(CaptionDataset):
         worst = int(self.caption_lengths.argmax())
         raise ValueError(
             f"{self._place_of_caption(worst)}: expected at most {longest} tokens in a caption, as many as the model "
-            f"reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
+            f"reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}; {self.length_advice}"
         )
 
     def _place_of_caption(self, caption: int) -> str:
@@ -150,6 +150,11 @@ class PrecomputedDataset(CaptionDataset):
     def place_of(self, image: int) -> str:
         """Return the file and the row of an image, for messages."""
         return f"{self.name}: row {self._row(image)}"
+
+    @property
+    def length_advice(self) -> str:
+        """What to do about captions that are too long."""
+        return "shorten it or leave it out"
 
     @property
     def zeros_advice(self) -> str:

@@ -306,7 +306,7 @@ def test_captions_that_bert_cannot_read_are_found_at_the_start(
         captions = path.read_text()
         path.write_text("red " + captions)
         command = evaluate if split == "test" else [*train, tmp_path / "refused"]
-        found = f"got 17: {('red ' * 15).strip()!r}"
+        found = f"got 17: {('red ' * 15).strip()!r}; shorten it or leave it out"
         assert error_of(capsys, *command) == (
             f"{path}: line 1: expected at most 16 tokens in a caption, as many as the model reads, {found}"
         )
