@@ -43,7 +43,7 @@ class LAPS(FragmentModel):
     summary = "LAPS: linguistic-aware patch slimming (Fu et al., CVPR 2024)."
     Config = LAPSConfig
     attention_note = (
-        "LAPS aggregates patches into tokens, for each caption anew. The weights of a word are those of the patches in "
+        "For each caption, LAPS aggregates patches into tokens. The weights of a word are those of the patches in "
         "its most similar token; several words may share a token. The score compares each word with its most similar "
         "token, and each token with its most similar word."
     )
