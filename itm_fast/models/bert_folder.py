@@ -56,9 +56,10 @@ def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
             f"{folder}: {what}; --bert needs a local folder of a BERT model, as nothing is downloaded: write one with "
             "save_pretrained of a BertModel and its tokenizer in transformers"
         )
-    # Before the vocabulary, because the folder of another model lacks it, too.
-    _settings(folder)
     text, tokenizer = Path(folder) / "vocab.txt", Path(folder) / "tokenizer.json"
+    if regular.is_present(Path(folder) / _CONFIG) or not (regular.is_present(text) or regular.is_present(tokenizer)):
+        # Says that the model is another one, rather than that its vocabulary is missing or of another kind.
+        _settings(folder)
     return tokenizer if not regular.is_present(text) and regular.is_present(tokenizer) else text
 
 
