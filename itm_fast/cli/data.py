@@ -48,7 +48,8 @@ def emoji_command(
     if pictures:
         folder = emoji.write_pictures(out)
         images, captions = (shlex.quote(str(folder / name)) for name in ("pictures", "captions.csv"))
-        typer.echo(f"import them with: itm-fast data import --images {images} --captions {captions} --out STORE")
+        command = f"itm-fast data import --images {images} --captions {captions} --size 72 --grid 6 --out STORE"
+        typer.echo(f"import them with: {command}")
         return
     emoji.write_dataset(out, overwrite=overwrite)
     for split in emoji.SPLITS:
@@ -131,7 +132,7 @@ def check_command(
     vocab: Annotated[Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: as in train.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
 ) -> None:
-    """Read a whole data folder and list its problems; the exit status is 1 if there are any.
+    """Read a whole data folder or store and list its problems; the exit status is 1 if there are any.
 
     The files of a feature store are compared with their checksums, which detects flipped bits.
     """

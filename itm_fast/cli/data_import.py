@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from itm_fast.cli.train import REPORTED
+
 if TYPE_CHECKING:
     from itm_fast.data import Vocabulary
 
@@ -133,15 +135,15 @@ def import_command(
         typer.Option(
             metavar="N",
             min=3,
-            help="Maximum tokens of a caption in the vocabulary, with those at its start and end. Longer ones count as "
-            "captions that cannot be used. Default: no limit.",
+            help="Treat captions of more than N tokens of the vocabulary as bad; start and end count, too. Default: no "
+            "limit.",
         ),
     ] = None,
     skip_bad: Annotated[
         bool,
         typer.Option(
             "--skip-bad",
-            help="Leave out pictures and captions that cannot be used, and list them, instead of stopping.",
+            help="Leave out and list bad pictures and captions, instead of stopping.",
         ),
     ] = False,
     workers: Annotated[
@@ -152,9 +154,11 @@ def import_command(
 ) -> None:
     """Turn a folder of pictures with captions into a store, which train, evaluate and explain read.
 
-    Pictures never appear in two splits: copies of a file are drawn together, and pictures of different splits that look
-    the same are listed. Nothing is downloaded. Run the same command again to continue an interrupted one.
+    Splits that are drawn share no picture and no copy of one. Near-identical pictures in different splits are listed.
+    Nothing is downloaded. Run the same command again to continue an interrupted one.
     """
+    from tqdm import tqdm
+
     from itm_fast.data.import_pictures import import_features, import_pictures, import_regions
     from itm_fast.data.pack import check_target
     from itm_fast.data.picture_folder import collect
@@ -172,8 +176,12 @@ def import_command(
     shares = _shares(split)
     where = device_of(device)
     vision = detector = None
-    if stretch and encoder is not None:
-        raise ValueError("--stretch: expected only without --encoder, which says how pictures are scaled")
+    if encoder is not None and (size, stretch, grid) != (224, False, 7):
+        raise ValueError(
+            "--size, --stretch, --grid: expected only without --encoder, whose folder says how pictures are scaled"
+        )
+    if encoder is None and (layer, pool, dtype) != (-1, "patches", _Dtype.bf16):
+        raise ValueError("--layer, --pool, --dtype: expected only with --encoder")
     if encoder is not None and is_detector_folder(encoder):
         if (layer, pool) != (-1, "patches"):
             raise ValueError(f"--layer, --pool: expected neither, as {encoder} is a Faster R-CNN")
@@ -191,8 +199,8 @@ def import_command(
     if found.duplicates:
         # Encoding takes long, so they come before it.
         several = "s" * (len(found.duplicates) > 1)
-        _list(f"pair{several} of pictures in different splits that look the same, later all in {out / DUPLICATES}",
-              found.duplicates)  # fmt: skip
+        _list(f"pair{several} of near-identical pictures in different splits (full list after the import: "
+              f"{out / DUPLICATES})", found.duplicates)  # fmt: skip
     common: dict[str, Any] = {"vocabulary": words, "min_count": min_count, "workers": processes, "progress": True}
     compressed: dict[str, Any] = {**common, "dtype": picture_format.value, "quality": quality}
     scaling: Preprocessing | KeptProportions | None = None
@@ -208,18 +216,19 @@ def import_command(
     if pictures and scaling is not None:
         import_pictures(found.splits, captions, out / PICTURES_FOLDER, scaling, grid=1, **compressed)
     for record in manifest.splits:
-        size_bytes = sum(shard.bytes for shard in record.shards)
+        size_bytes = tqdm.format_sizeof(sum(shard.bytes for shard in record.shards), "B")
         regions_each = f"{'up to ' * record.ragged}{record.regions} regions of {record.width} numbers"
         typer.echo(
-            f"{record.name}: {record.images:,} pictures, {record.captions:,} captions, {regions_each}, "
-            f"{size_bytes / 1e9:.2f} GB"
+            f"{record.name}: {record.images:,} pictures, {record.captions:,} captions, {regions_each}, {size_bytes}"
         )
     if found.skipped:
         atomic.write_text(out / SKIPPED, "".join(f"{line}\n" for line in found.skipped))
-        _list(f"left out, all in {out / SKIPPED}", found.skipped)
+        one = "picture or caption" if len(found.skipped) == 1 else "pictures or captions"
+        _list(f"{one} left out (full list: {out / SKIPPED})", found.skipped)
     if found.duplicates:
         atomic.write_text(out / DUPLICATES, "".join(f"{line}\n" for line in found.duplicates))
-    report = " --report" if encoder is None or pictures else ""
+    tested = any(record.name == REPORTED for record in manifest.splits)
+    report = " --report" if tested and (encoder is None or pictures) else ""
     typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{report}")
 
 

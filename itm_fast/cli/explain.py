@@ -57,9 +57,9 @@ def explain(
     """Write an HTML page of the attention between one image and one caption.
 
     The page shows the attention of words over regions and of regions over words at each step of the regulator, and the
-    aggregation weights. For a model with one direction, it shows only this one. Features whose pictures are known
-    (the bundled emoji, pictures that data import stored) are drawn over the picture, others as tables. If the data
-    contain boxes of the regions, the attention is drawn on them.
+    aggregation weights. For a model with one direction, it shows only this one. Attention is drawn over the picture
+    if it is known (the bundled emoji, pictures that data import stored), and on the boxes of the regions if the data
+    contain them. Other features are shown as tables.
     """
     import json
     import math
@@ -124,6 +124,7 @@ def explain(
             facts=_facts(model, checkpoint, dataset, number, n_regions, explanation),
             credits=credits,
             boxes=boxes,
+            note=model.attention_note,
         ),
     )
     if json_file is not None:
@@ -176,7 +177,7 @@ def _facts(
         names = {"t2i": "Score of the words", "i2t": "Score of the regions"}
         facts += [(names[key], f"{steps.score.item():.4f}") for key, steps in explanation.directions.items()]
     regulator = getattr(model.encoder_config, "regulator", None)
-    facts.append(("Model", f"{model.name}, {'no regulator' if regulator is None else f'regulator {regulator}'}"))
+    facts.append(("Model", model.name if regulator is None else f"{model.name}, regulator {regulator}"))
     facts.append(("Checkpoint", str(checkpoint)))
     if dataset.image_ids is not None:
         facts.append(("Image", dataset.image_ids[image]))

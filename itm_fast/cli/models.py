@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ def dataset_of(
 ) -> PrecomputedDataset:
     """Return the split as the model of `run` sees it. One of `known` that gives the same batches is reused."""
     from itm_fast.data import open_split
+    from itm_fast.data.picture_shards import StoredPictures
 
     read = (model.reads_tags, model.reads_boxes)
     fits = (one for one in known if one.vocabulary == vocabulary and (one.reads_tags, one.reads_boxes) == read)
@@ -65,9 +67,14 @@ def dataset_of(
     width = int(dataset.features.shape[2])
     expected = getattr(model.encoder_config, "feature_dim", width)
     if width != expected:
-        raise ValueError(
-            f"{dataset.features_path}: regions have {width} channels, but the model in {run} needs {expected}"
-        )
+        found = f"regions have {width} channels, but the model in {run} needs {expected}"
+        if isinstance(dataset.features, StoredPictures):
+            own, wanted = (math.isqrt(one // 3) for one in (width, expected))
+            found = (
+                f"pictures are cut into patches of {own} x {own} pixels, but the model in {run} reads patches of "
+                f"{wanted} x {wanted}; import them with a --size of {wanted} times --grid"
+            )
+        raise ValueError(f"{dataset.features_path}: {found}")
     dataset.check_caption_lengths(model.max_caption_length)
     return dataset
 

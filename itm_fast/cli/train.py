@@ -110,7 +110,8 @@ def train(
         bool,
         typer.Option(
             "--report",
-            help="Then write RUN/report.html about the split test of pictures: recalls, curves, searches, attention.",
+            help="Then write RUN/report.html: recalls, searches and attention on the split test, and training curves. "
+            "Needs pictures.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -120,7 +121,7 @@ def train(
     ] = False,
     **values: Any,
 ) -> None:
-    """Train a model on region features and write the best one to --out.
+    """Train a model on region features or pictures and write the best one to --out.
 
     Several processes share each batch of --batch-size: torchrun --nproc-per-node N -m itm_fast train ...
 

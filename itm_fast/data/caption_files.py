@@ -101,7 +101,10 @@ def _table(path: Path) -> Iterator[_Found]:
                     row = dict(zip(columns, cells, strict=True))
                     yield place, row[image], row[caption], row.get(_SPLIT)
                 else:
-                    yield place, ValueError(f"expected {len(columns)} cells as in line 1, got {len(cells)}"), None, None
+                    quote = len(cells) > len(columns) and not quoted
+                    advice = f"; put captions with {delimiter!r} in quotation marks" if quote else ""
+                    found = f"expected {len(columns)} cells as in line 1, got {len(cells)}{advice}"
+                    yield place, ValueError(found), None, None
     except csv.Error as error:
         raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
 

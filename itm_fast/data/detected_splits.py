@@ -59,7 +59,7 @@ def detected_splits(
             temporary=True,
         ),
         tqdm(
-            total=sum(len(split.paths) for split in splits), unit="pictures", desc="detect",
+            total=sum(len(split.paths) for split in splits), unit=" pictures", desc="detect",
             disable=None if progress else True,
         ) as bar,
     ):  # fmt: skip

@@ -173,5 +173,5 @@ def _import(
     datasets = [_ImportedSplit(split, source, captions, words) for split, source in zip(splits, sources, strict=True)]
     for data in datasets:
         if data.split == "train" and vocabulary is None:
-            data.warn_of_rare_words(min_count)
+            data.warn_of_rare_words(min_count, captions)
     return pack_splits(datasets, states, out, dtype, words, shard_bytes, progress=progress)

@@ -62,11 +62,15 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
                 if max(image.size) > MOST_STRETCHED * min(image.size):
-                    raise ValueError(f"{image.width} x {image.height} pixels are too long and thin")
+                    raise ValueError(
+                        f"{image.width} x {image.height} pixels: a side is more than {MOST_STRETCHED} times the other"
+                    )
                 image.load()
                 return _as_rgb(ImageOps.exif_transpose(image))
         except UnidentifiedImageError:
-            raise ValueError(f"{path}: not a picture in a format that Pillow reads") from None
+            raise ValueError(
+                f"{path}: not a picture in a format that Pillow reads, or of zero width or height"
+            ) from None
         except Image.DecompressionBombError:
             raise ValueError(f"{path}: a picture of more than {MAX_PIXELS:,} pixels; scale it down first") from None
         except Exception as error:

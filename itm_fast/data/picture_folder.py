@@ -164,7 +164,7 @@ def _look_at_all(
     names = list(dict.fromkeys(row.image for row in rows))
     found = decoded([paths[name] for name in names], look_at, workers)
     looks = {}
-    bar = tqdm(found, total=len(names), unit="pictures", desc="check", disable=None if progress else True)
+    bar = tqdm(found, total=len(names), unit=" pictures", desc="check", disable=None if progress else True)
     for name, look in zip(names, bar, strict=True):
         if isinstance(look, ValueError):
             skipped.append(f"{first[name].place}: {look}")

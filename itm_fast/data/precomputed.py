@@ -124,7 +124,7 @@ class PrecomputedDataset(CaptionDataset):
         worst = int(self.caption_lengths.argmax())
         raise ValueError(
             f"{self._place_of_caption(worst)}: expected at most {longest} tokens in a caption, as many as the model "
-            f"reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
+            f"reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}; {self.length_advice}"
         )
 
     def _place_of_caption(self, caption: int) -> str:
@@ -132,23 +132,29 @@ class PrecomputedDataset(CaptionDataset):
         line = caption if self._kept is None else int(self._kept[caption])
         return f"{layout.split_path(self.directory, self.split, 'caps.txt')}: line {line + 1}"
 
-    def warn_of_rare_words(self, min_count: int) -> None:
+    def warn_of_rare_words(self, min_count: int, source: Path | None = None) -> None:
         """Warn if a vocabulary built from these captions leaves out many of their words, as on small data.
 
         Args:
             min_count: the minimum occurrences of a word in the vocabulary.
+            source: what the captions were read from; None: the folder.
         """
         if 0.05 < self.unknown_share <= 0.5:
             warnings.warn(
-                f"{self.directory}: the vocabulary leaves out {self.unknown_share:.0%} of the words in the captions of "
-                f"{self.split}, as each occurs fewer than --min-count {min_count} times; a lower --min-count keeps "
-                "more",
+                f"{source or self.directory}: the vocabulary leaves out {self.unknown_share:.0%} of the words in the "
+                f"captions of {self.split}, as each occurs fewer than --min-count {min_count} times; a lower "
+                "--min-count keeps more",
                 stacklevel=2,
             )
 
     def place_of(self, image: int) -> str:
         """Return the file and the row of an image, for messages."""
         return f"{self.name}: row {self._row(image)}"
+
+    @property
+    def length_advice(self) -> str:
+        """What to do about captions that are too long."""
+        return "shorten it or leave it out"
 
     @property
     def zeros_advice(self) -> str:

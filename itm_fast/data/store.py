@@ -244,6 +244,10 @@ class StoreDataset(PrecomputedDataset):
         return f"{self.directory}: caption of image {image}{name} of {self.split}"
 
     @property
+    def length_advice(self) -> str:
+        return f"{super().length_advice} (data import: --max-tokens, --skip-bad), and write the store again"
+
+    @property
     def zeros_advice(self) -> str:
         return f"{super().zeros_advice} of the data folder, and pack it again"
 

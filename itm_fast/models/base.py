@@ -51,6 +51,8 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
     name: ClassVar[str]
     summary: ClassVar[str] = ""  # One line: what the model is, and its paper.
     Config: ClassVar[type]
+    # What the attention of `pair_steps` means, for readers of a page; "": weights of a softmax over regions or words.
+    attention_note: ClassVar[str] = ""
     # The submodules that `score` runs. Their batch statistics, if any, cover all images with one caption.
     scoring_parts: ClassVar[tuple[str, ...]] = ()
     # The files that `save` writes for a model without a tokenizer.

@@ -40,7 +40,7 @@ _FIXED = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
-_WEIGHTS = "model.safetensors"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _OLD_WEIGHTS = "pytorch_model.bin"
 
 
@@ -48,7 +48,7 @@ def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
     """The file in `folder` with BERT's pieces: `vocab.txt`, or `tokenizer.json` where that stands alone.
 
     Raises:
-        ValueError: there is no such folder; the message says how to make one.
+        ValueError: there is no such folder, and the message says how to make one; or its model is not a BERT.
     """
     if not Path(folder).is_dir():
         what = "expected a folder, found a file" if Path(folder).exists() else "no such folder"
@@ -57,6 +57,9 @@ def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
             "save_pretrained of a BertModel and its tokenizer in transformers"
         )
     text, tokenizer = Path(folder) / "vocab.txt", Path(folder) / "tokenizer.json"
+    if regular.is_present(Path(folder) / _CONFIG) or not (regular.is_present(text) or regular.is_present(tokenizer)):
+        # Says that the model is another one, rather than that its vocabulary is missing or of another kind.
+        _settings(folder)
     return tokenizer if not regular.is_present(text) and regular.is_present(tokenizer) else text
 
 
@@ -66,7 +69,19 @@ def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, A
     Raises:
         ValueError: `config.json` is missing or damaged, is not that of a BERT model, or has another vocabulary size.
     """
-    path = Path(folder) / "config.json"
+    path, content = Path(folder) / _CONFIG, _settings(folder)
+    if content.get("vocab_size", vocab_size) != vocab_size:
+        raise ValueError(
+            f"{path}: vocab_size: expected {vocab_size} as in the vocabulary, got {shown(content['vocab_size'])}"
+        )
+    for name in _SIZES:
+        if name not in content:
+            raise ValueError(f"{path}: {name} is missing")
+    return {"text_encoder": "bert", **{own: content[name] for name, own in _SIZES.items()}}
+
+
+def _settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(folder) / _CONFIG
     try:
         content = read_json(path, MAX_SETTINGS_BYTES)
     except FileNotFoundError:
@@ -76,14 +91,7 @@ def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, A
     for name, value in _FIXED.items():
         if content.get(name, value) != value:
             raise ValueError(f"{path}: {name}: expected {value}, got {shown(content[name])}")
-    if content.get("vocab_size", vocab_size) != vocab_size:
-        raise ValueError(
-            f"{path}: vocab_size: expected {vocab_size} as in the vocabulary, got {shown(content['vocab_size'])}"
-        )
-    for name in _SIZES:
-        if name not in content:
-            raise ValueError(f"{path}: {name} is missing")
-    return {"text_encoder": "bert", **{own: content[name] for name, own in _SIZES.items()}}
+    return content
 
 
 def load_bert(

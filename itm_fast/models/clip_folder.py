@@ -105,7 +105,8 @@ def read_clip_tokenizer(folder: str | os.PathLike[str]) -> TokenizerVocabulary:
     """Read the tokenizer of such a folder.
 
     Raises:
-        ValueError: there is no such folder, or its tokenizer is missing or damaged.
+        ValueError: there is no such folder, its model is of another kind, or its tokenizer is missing or damaged.
     """
     check_folder(Path(folder), _WHAT, _PARTS)
+    read_config(Path(folder) / "config.json", _CLASSES, _WHAT)
     return TokenizerVocabulary.from_folder(folder)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from itm_fast.data.detections import Detection
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.preprocessing import Shrinking
+from itm_fast.data.store_format import is_store
 from itm_fast.files import documents, regular
 from itm_fast.files.messages import shortened, shown
 from itm_fast.files.torch_files import load_plain
@@ -138,7 +139,7 @@ class RegionDetector:
 def is_detector_folder(folder: Path) -> bool:
     """Return whether a folder holds a detector: its settings, or weights without the settings of another model."""
     return regular.is_present(folder / SETTINGS) or (
-        bool(_files(folder)) and not regular.is_present(folder / "config.json")
+        bool(_files(folder)) and not regular.is_present(folder / "config.json") and not is_store(folder)
     )
 
 

@@ -42,6 +42,11 @@ class LAPS(FragmentModel):
     name = "laps"
     summary = "LAPS: linguistic-aware patch slimming (Fu et al., CVPR 2024)."
     Config = LAPSConfig
+    attention_note = (
+        "For each caption, LAPS aggregates patches into tokens. The weights of a word are those of the patches in "
+        "its most similar token; several words may share a token. The score compares each word with its most similar "
+        "token, and each token with its most similar word."
+    )
     scoring_parts = ("similarity",)
 
     def __init__(self, config: LAPSConfig) -> None:

@@ -82,6 +82,7 @@ class Report:
         split: name of the split searched.
         top: number of hits shown for each query; a hit of a lower rank is shown separately.
         credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
+        note: what the attention of the model means; empty: weights of a softmax.
     """
 
     title: str
@@ -101,6 +102,7 @@ class Report:
     split: str
     top: int
     credits: str
+    note: str = ""
 
 
 @attrs.frozen(eq=False)
@@ -138,6 +140,7 @@ class PairReport:
         credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
         boxes: (n_regions, 4), left, top, right and bottom edge of the regions as shares of the sides of the picture;
             None: they are the cells of `grid`.
+        note: what the attention of the model means; empty: weights of a softmax.
     """
 
     title: str
@@ -151,6 +154,7 @@ class PairReport:
     facts: Sequence[tuple[str, str]]
     credits: str
     boxes: np.ndarray | None = None
+    note: str = ""
 
 
 @attrs.frozen

@@ -35,7 +35,10 @@ QUERIES, ATTENTION, HITS = 12, 4, 5
 
 def check_pictures(data: str | os.PathLike[str], split: str) -> None:
     """Raise ValueError if a split cannot be opened, or its pictures are unknown."""
-    dataset = open_split(data, split, Vocabulary.build([]))
+    try:
+        dataset = open_split(data, split, Vocabulary.build([]))
+    except ValueError as error:
+        raise ValueError(f"--report: {error}") from None
     if _picture(dataset, 0) is None:
         raise ValueError(
             f"--report: {data} contains features without pictures; expected a store that itm-fast data import wrote"
@@ -58,8 +61,7 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
     model = models.load(run, config.device)
     dataset = open_split(data, split, Vocabulary.from_file(Path(run) / run_folder.VOCABULARY))
     scores = evaluation.score_matrix(model, dataset, progress=True, description=split)
-    metrics = read_metrics(Path(run) / run_folder.METRICS)
-    seconds = [line["seconds"] for line in metrics if "seconds" in line]
+    metrics = read_metrics(Path(run) / run_folder.METRICS, ("step", "seconds"))
     names = dataset.image_ids or [f"image {number}" for number in range(dataset.n_images)]
     report = Report(
         title=f"Search with {model.name}",
@@ -73,7 +75,7 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
             *([("Vision model", config.image_backbone)] if config.image_backbone else []),
             ("Negatives", config.mining.replace("_", "-")),
             ("Steps", f"{metrics[-1]['step']:,} of {config.batch_size} pairs; epochs: {config.epochs}"),
-            *([("Training time", f"{sum(seconds):.0f} s")] if seconds else []),
+            ("Training time", f"{metrics[-1]['seconds']:.0f} s, validations included"),
             ("Processor", processor_name()),
             ("Software", f"itm_fast {itm_fast.__version__}, torch {torch.__version__}, "
                          f"Python {platform.python_version()}"),
@@ -81,6 +83,7 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
         ],
         split=split,
         credits="",
+        note=model.attention_note,
         **searches(model, dataset, scores, config.seed, lambda number: _picture(dataset, number), names),
     )  # fmt: skip
     write_report(path, report)

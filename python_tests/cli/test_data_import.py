@@ -123,6 +123,15 @@ def test_stored_pictures_become_a_trained_model(
     page = tmp_path / "pair.html"
     assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+    arguments[arguments.index("--out") + 1] = other = tmp_path / "other"
+    assert error(capsys, *arguments, "--encoder", store) == (
+        1, f"{store}/config.json: no such file; expected the folder of a vision model"
+    )  # fmt: skip
+    assert run([*arguments, "--size", 24, "--grid", 4]) == 0
+    assert error(capsys, "evaluate", "--checkpoint", tmp_path / "run", "--data", other) == (
+        1, f"{other}/test-00000.safetensors: pictures are cut into patches of 6 x 6 pixels, but the model in "
+        f"{tmp_path}/run reads patches of 12 x 12; import them with a --size of 12 times --grid"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("stretch", [True, False])
@@ -308,7 +317,7 @@ def test_bad_pictures_and_captions_are_named_or_left_out(
     assert not (tmp_path / "store").exists()
     assert run([*arguments, "--skip-bad"]) == 0
     printed = capsys.readouterr().out
-    assert f"2 left out, all in {tmp_path}/store/skipped.txt:" in printed
+    assert f"2 pictures or captions left out (full list: {tmp_path}/store/skipped.txt):" in printed
     listed = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
     assert listed[0] == f"{captions}: line 2: {images / first}: an empty file, not a picture"
     assert listed[1].startswith(f"{captions}: line 4: {images / second}: the picture cannot be decoded (")
@@ -342,7 +351,8 @@ def test_captions_of_too_many_tokens_are_named_or_left_out(
     assert run([*arguments, "--vocab", clip, "--max-tokens", counts[0], "--skip-bad"]) == 0
     line = f"{captions}: line 42: expected at most {counts[0]} tokens in a caption, got {counts[1]}"
     assert (tmp_path / "store" / "skipped.txt").read_text() == f"{line}\n"
-    assert f"1 left out, all in {tmp_path}/store/skipped.txt:\n  {line}\n" in capsys.readouterr().out
+    title = f"1 picture or caption left out (full list: {tmp_path}/store/skipped.txt)"
+    assert f"{title}:\n  {line}\n" in capsys.readouterr().out
     stored = Vocabulary.from_file(tmp_path / "store" / "vocab.json")
     assert stored == TokenizerVocabulary.from_folder(clip)
     splits = [open_split(tmp_path / "store", split, stored) for split in ("train", "dev", "test")]
@@ -355,7 +365,9 @@ def test_emoji_are_written_as_pictures(
     monkeypatch.setattr(emoji, "SPLITS", ("dev",))
     out = tmp_path / "emoji"
     assert run(["data", "emoji", "--pictures", "--out", out]) == 0
-    command = f"itm-fast data import --images {out}/pictures --captions {out}/captions.csv --out STORE"
+    command = (
+        f"itm-fast data import --images {out}/pictures --captions {out}/captions.csv --size 72 --grid 6 --out STORE"
+    )
     assert capsys.readouterr().out == f"import them with: {command}\n"
     (dev,) = collect(out / "pictures", out / "captions.csv").splits
     assert (dev.name, dev.captions) == ("dev", emoji.captions("dev"))
@@ -394,6 +406,23 @@ def test_splits_that_disagree_are_one_line(tmp_path: Path, last: str, message: s
     assert str(raised.value) == f"{file}: {message.format(*names, file=file)}"
 
 
+def test_rare_words_are_reported_with_the_file_of_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pictures of this store are all in train: there is nothing to report on."""
+    names = write_pictures(tmp_path / "pictures", 12)
+    captions = tmp_path / "a.csv"
+    captions.write_text("image,caption\n" + "".join(f"{name},sun\n" for name in names) + f"{names[0]},zebra\n")
+    folders = ["--images", tmp_path / "pictures", "--captions", captions, "--out", tmp_path / "store"]
+    with pytest.warns(
+        UserWarning, match=rf"^{captions}: the vocabulary leaves out 8% of the words in the captions of "
+    ):
+        assert run(["data", "import", *folders, "--workers", 0, "--split", "1,0,0", "--size", 8, "--grid", 1]) == 0
+    store = tmp_path / "store"
+    assert capsys.readouterr().out.endswith(f"--data {store} --model scan --out RUN\n")
+    assert error(capsys, "train", "--data", store, "--out", tmp_path / "run", "--report") == (
+        1, f"--report: {store}: there is no split 'test' (splits in this feature store: train)"
+    )  # fmt: skip
+
+
 def test_two_names_of_one_file_are_one_line(
     tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -419,8 +448,8 @@ def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path, capsys: pytest
     assert run(["data", "import", *folders, "--workers", 0, "--min-count", 1, "--size", 64, "--grid", 4]) == 0
     assert (tmp_path / "store" / "duplicates.txt").read_text() == f"{line}\n"
     assert capsys.readouterr().out.startswith(
-        "1 pair of pictures in different splits that look the same, later all in "
-        f"{tmp_path}/store/duplicates.txt:\n  {line}\n"
+        "1 pair of near-identical pictures in different splits (full list after the import: "
+        f"{tmp_path}/store/duplicates.txt):\n  {line}\n"
     )
 
 
@@ -434,13 +463,16 @@ def test_options_that_do_not_fit_are_one_line(
         1, "--split: expected three shares such as 0.8,0.1,0.1, got most"
     )  # fmt: skip
     assert error(capsys, *arguments, "--pool", "some")[1].startswith("pool: expected patches, class, mean, or a grid")
-    assert error(capsys, *arguments, "--stretch") == (
-        1, "--stretch: expected only without --encoder, which says how pictures are scaled"
-    )  # fmt: skip
+    for given in (["--stretch"], ["--size", 32], ["--grid", 4]):
+        assert error(capsys, *arguments, *given) == (
+            1, "--size, --stretch, --grid: expected only without --encoder, whose folder says how pictures are scaled"
+        )  # fmt: skip
     assert error(capsys, *arguments, "--device", "no") == (
         1, "device: expected a device such as cpu or cuda, got 'no'"
     )  # fmt: skip
     del arguments[6:8]
+    for given in (["--layer", 1], ["--pool", "mean"], ["--dtype", "fp32"]):
+        assert error(capsys, *arguments, *given) == (1, "--layer, --pool, --dtype: expected only with --encoder")
     assert error(capsys, *arguments, "--size", 4097)[0] == 2
     assert error(capsys, *arguments, "--grid", 257)[0] == 2
     assert error(capsys, *arguments, "--grid", 5) == (1, "--grid: expected a divisor of --size 224, got 5")

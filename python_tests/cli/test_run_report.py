@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from itm_fast import cli, evaluation, models
 from itm_fast.data import Vocabulary, open_split
-from itm_fast.report.of_run import ATTENTION, QUERIES
+from itm_fast.report.of_run import ATTENTION, QUERIES, write_run_report
 from python_tests.helpers.commands import error
 from python_tests.helpers.pixels import write_pixels
 
@@ -42,6 +43,7 @@ def test_the_report_of_a_run_on_pictures(store: Path, tmp_path: Path, model: str
     assert all(name in html for name in test.image_ids)
     drawn = html.split('<ol class="looks">')
     assert len(drawn) - 1 == examples
+    assert (models.LAPS.attention_note in html) == (model == "laps")
     for example, before in zip(drawn[1:], drawn, strict=False):
         (caption,) = re.findall(r'<p class="query">([^<]*)</p>\s*$', before)
         index = test.captions.index(caption)
@@ -50,6 +52,19 @@ def test_the_report_of_a_run_on_pictures(store: Path, tmp_path: Path, model: str
         assert [word for word, *_ in tiles] == test.vocabulary.pieces(caption)[1:-1]
         peaks = [divmod(int(row.argmax()), 4) for row in weights[1:-1]]
         assert [(int(row) - 1, int(column) - 1) for _, row, column in tiles] == peaks
+
+
+def test_the_training_time_is_that_of_the_last_line(store: Path, tmp_path: Path) -> None:
+    """Each line of the log has the time since the start."""
+    run = tmp_path / "run"
+    assert cli.run(["train", "--data", str(store), "--out", str(run), "--model", "vsepp", *TINY]) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) > 1
+    timed = [{**line, "seconds": 100.0 * number} for number, line in enumerate(lines, 1)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in timed))
+    write_run_report(run / "report.html", run, str(store), "test")
+    html = (run / "report.html").read_text(encoding="utf-8")
+    assert f"<dt>Training time</dt><dd>{100 * len(lines)} s, validations included</dd>" in html
 
 
 def test_features_without_pictures_are_refused_first(

@@ -21,6 +21,11 @@ from python_tests.helpers.official_scan import write_checkpoint
 from python_tests.helpers.pictures import write_pictures
 
 CAPTIONS = ["red boat", "sun", "dog, boat hat fish", "cup tree"]
+# Names of published files, that the vision models of these tests must have, too.
+PUBLISHED = {
+    "vit": "img_enc.visual_encoder.encoder.layer.0.attention.attention.query.weight",
+    "swin": "img_enc.visual_encoder.encoder.layers.0.blocks.0.attention.self.query.weight",
+}
 SWIN = {"vit_type": "swin", "img_res": 56, "num_patches": 49, "sparse_ratio": 0.8, "aggr_ratio": 0.6}
 
 
@@ -43,6 +48,7 @@ def vocabulary(folder: Path) -> Path:
 def test_converted_models_give_the_official_scores(tmp_path: Path, changes: dict[str, Any], form: str) -> None:
     opt = laps_options(**{name: one for name, one in changes.items() if one is not None})
     weights, vision = random_laps(tmp_path / "vision", opt)
+    assert PUBLISHED[opt.vit_type] in weights
     given = laps_options(**changes)
     path = write_checkpoint(tmp_path / "model_best.pth", weights, given, form)
     official = compat.convert("laps", path, vocabulary(tmp_path), tmp_path / "run", bert_heads=12)

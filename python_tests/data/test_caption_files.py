@@ -67,6 +67,7 @@ def test_rows_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(
         "image,caption,split\n../a.png,one,\na.png,,\na.png\n,two,\nb.png,b'three',\nc.png,four,../x\nd,5,\n"
+        "e.png,six, seven,\n"
     )
     rows, problems = read_caption_file(path)
     assert [(row.image, row.caption) for row in rows] == [("d", "5")]
@@ -77,6 +78,7 @@ def test_rows_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
         f"{path}: line 5: expected the file name of a picture, got ''",
         f"{path}: line 6: the caption is the text of a bytes literal (b'three'): write the decoded text instead",
         f"{path}: line 7: expected the name of a split, got '../x'",
+        f"{path}: line 9: expected 3 cells as in line 1, got 4; put captions with ',' in quotation marks",
     ]
 
 

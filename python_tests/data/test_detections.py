@@ -284,7 +284,7 @@ def test_attention_is_drawn_on_the_boxes(
 ) -> None:
     store = tmp_path / "store"
     run(imported())
-    assert "train: 32 pictures, 64 captions, up to 4 regions of 7 numbers, 0.00 GB\n" in capsys.readouterr().out
+    assert "train: 32 pictures, 64 captions, up to 4 regions of 7 numbers, 1.12kB\n" in capsys.readouterr().out
     run(["data", "check", store])
     train_small(store, tmp_path / "run", "--model-option", "direction=mean")
     test = open_split(store, "test", Vocabulary.from_file(store / "vocab.json"))

@@ -315,7 +315,7 @@ def test_two_processes_train_as_one(tagged: Path, folder: Path, tmp_path: Path) 
         (["--bert", "BERT", "--model-option", "tags=true"],
          "DATA/train_ims.npy: the model reads object tags, but there are none; write train_tags.txt, one line per "
          "image"),
-        (["--bert", "DATA"], "DATA/vocab.txt: no such vocabulary file"),
+        (["--bert", "DATA"], "DATA/config.json: no such file; expected the folder of a BERT model"),
         (["--bert", "BERT", "--model-option", "bert_layers=3"],
          "model_options: bert_layers: expected 2 with the BERT in BERT, got 3"),
         (["--bert", "BERT", "--model-option", "chunk_pairs=0"],

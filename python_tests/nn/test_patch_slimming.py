@@ -223,7 +223,10 @@ def test_it_learns_from_pixels_and_resumes_exactly(
     page = tmp_path / "pair.html"
     explain = ["explain", "--checkpoint", tmp_path / "whole", "--data", folder / "store", "--caption", 0, "--out", page]
     assert cli.run([str(part) for part in explain]) == 0
-    assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+    text = page.read_text(encoding="utf-8")
+    assert text.count("data:image/png") > 2
+    assert models.LAPS.attention_note in text
+    assert "no learned aggregation weights" not in text
     again = models.load(tmp_path / "whole")
     assert (again.name, again.similarity.n_regions, again.similarity.n_kept) == ("laps", 17, 8)
 

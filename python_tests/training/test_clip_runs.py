@@ -344,6 +344,7 @@ def test_captions_that_are_too_long_and_pictures_of_another_size_are_one_line(
         "many as the model reads, got ",
         found,
     )
+    assert found.endswith("leave it out (data import: --max-tokens, --skip-bad), and write the store again")
     names = write_captions(tmp_path / "captions.csv", write_pictures(tmp_path / "pictures", 20))
     arguments = ["data", "import", "--images", tmp_path / "pictures", "--captions", names, "--out", tmp_path / "odd",
                  "--workers", 0, "--size", 36, "--grid", 3]  # fmt: skip
