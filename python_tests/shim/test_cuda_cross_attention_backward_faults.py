@@ -18,10 +18,11 @@ pytestmark = pytest.mark.shim
 
 DRIVER = "cross_attention_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
-LISTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD = (
+LISTS, PARTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD = (
     f"{KERNELS}{name}.h"
     for name in (
         "pair_lists",
+        "part_matrix",
         "set_products",
         "pair_recompute",
         "pair_gradient",
@@ -112,6 +113,10 @@ FAULTS = {
         ERROR,
     ),
     "the sums of squares are left out": ((SETS, TERMS, TERMS.replace("? 1", "? 0")), ERROR),
+    "all parts of a number have its first digits": (
+        (PARTS, "value -= bf16_value(part[i * stride]);", "value -= 0.0f;"),
+        ERROR,
+    ),
     "exact queries are left out": ((SETS, "if (vote_any(has_exact)) {", "if (false) {"), ERROR),
     "the factors of the queries are those of the first pair": (
         (SETS, "numbers_of(p, chunk, pair).norm[row];", "numbers_of(p, chunk, pair).norm[0];"),

@@ -20,11 +20,11 @@ from python_tests.shim.shim_cases import outcomes
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, GRAM, SETS = (
+PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS = (
     f"{KERNELS}{name}.h"
     for name in (
         *("tile_product", "cross_attention", "attention_pair", "long_pairs", "long_tiles", "set_tiles"),
-        *("set_gram", "set_products"),
+        *("tile_pairs", "set_gram", "set_products"),
     )
 )
 
@@ -129,6 +129,10 @@ FAULTS = {
     "a tile of one set too many": (
         (TILES, "window[set] <= max_rows", "window[set] <= max_rows + 16"),
         r"^short sets: error|shared array '\w+': ",
+    ),
+    "pairs with the first tile of queries alone": (
+        (TILE_PAIRS, "first + place % together;", "first + place % together * 0;"),
+        r"^short sets: error",
     ),
     "a piece of long queries left out": (
         (

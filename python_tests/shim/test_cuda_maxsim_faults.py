@@ -85,9 +85,10 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
 
 
 def test_tensor_cores_that_truncate_keep_the_accuracy(tmp_path: Path) -> None:
-    library = compile_driver("maxsim", tmp_path, *SMALL, "-DITM_FAST_SHIM_TRUNCATES")
-    sides = [random_fragments([4, 20], 300, torch.float32, seed=seed) for seed in range(2)]
-    check_maxsim(MaxsimKernels(library), *sides, reduction="mean", direction="both")
+    library = compile_driver("maxsim", tmp_path, "-DITM_FAST_SHIM_TRUNCATES")
+    for dtype in (torch.float32, torch.bfloat16):
+        sides = [random_fragments([4, 20], 300, dtype, seed=seed) for seed in range(2)]
+        check_maxsim(MaxsimKernels(library), *sides, reduction="mean", direction="both")
 
 
 @pytest.mark.thorough

@@ -114,7 +114,9 @@ def test_gradients_of_alignments_of_long_sets(kernels: RegulatorBackwardKernels,
     check_gradients(kernels, sides, parameters, gradients, aligns=True, **options)
 
 
-def test_gradients_of_long_sets_with_truncated_sums(truncating: RegulatorBackwardKernels) -> None:
+def test_gradients_with_truncated_sums(truncating: RegulatorBackwardKernels) -> None:
+    """Of short sets, and of sets of several products."""
+    check_all_gradients(truncating)
     sides, parameters = long_sets("both", "rcar2")
     check_gradients(truncating, sides, parameters, sparse_gradients(sides, parameters))
 

@@ -21,7 +21,9 @@ KERNELS = "csrc/include/itm_fast/cuda/"
 KERNEL, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
     f"{KERNELS}regulation_backward{name}.h" for name in ("", "_tile", "_attention", "_steps", "_sums", "_launch")
 )
-AGAIN = f"{KERNELS}regulation_recompute.h"
+AGAIN, LISTS, ROW_SUMS = (
+    f"{KERNELS}{name}.h" for name in ("regulation_recompute", "regulation_backward_lists", "row_sums")
+)
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE",)
 
 
@@ -84,6 +86,22 @@ FAULTS = {
     "the first term of a context alone": (
         (SUMS, "(end - first) * per_tile, p.context", "end - first, p.context"),
         ERROR,
+    ),
+    "a gradient of zero counts": (
+        (LISTS, "contexts.n_sets + context] != 0.0f;", "contexts.n_sets + context] != 1.0f;"),
+        r"^gradients of \d+ pairs, expected \d+",
+    ),
+    "a query set without its last context set": (
+        (LISTS, "listed = context < n_contexts &&", "listed = context < n_contexts - 1 &&"),
+        ERROR,
+    ),
+    "a step is multiplied before its copies have landed": (
+        (ROW_SUMS, "wait_copies<kRing - 2>();", "wait_copies<kRing - 1>();"),
+        r"shared array '(coefficients|rows)': (.*copy|race at)",
+    ),
+    "the sums replace stages that are still read": (
+        (ROW_SUMS, "barrier();  // The stages are filled again, or replaced by the sums.", ""),
+        RACE,
     ),
 }
 

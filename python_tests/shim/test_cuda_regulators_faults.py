@@ -23,6 +23,7 @@ KERNELS = "csrc/include/itm_fast/cuda/"
 TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
     f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")
 )
+ATTENTION = f"{KERNELS}regulation_attention.h"
 LONG = r"^long sets: error"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
 
@@ -128,6 +129,10 @@ FAULTS = {
     "missing barrier before the norms": (
         (ALIGNMENT, "barrier();  // The attention of all rows is in place of their scores.", ""),
         r"shared array 'scores': (race at|read of|write of) index \d+",
+    ),
+    "a softmax with a peak of each lane": (
+        (ATTENTION, "peak = later_peak(peak, shuffle_xor(peak, step));", "peak = later_peak(peak, peak);"),
+        r"^scores: error",
     ),
     "no attended vectors cancel": (
         (ALIGNMENT, "if (vote_any(any)) measure_rows", "if (vote_any(any && s_.n_rows < 0)) measure_rows"),

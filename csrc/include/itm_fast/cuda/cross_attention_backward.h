@@ -7,7 +7,7 @@
 // 2. the numbers of each pair, with a block per pair (pair_gradient.h): W, p and the factors of the attended vectors;
 // 3. the sums over a set's list that do not depend on the columns: of the context-by-context matrices
 //    p' diag(square) p, in place of the Gram matrix, and of the factors of the queries;
-// 4. the gradients, sums of rows with coefficients (row_sums.h): dX = sum_pairs W' Q + (sum of step 3) X for a context
+// 4. the gradients, sums of rows with coefficients (part_sums.h): dX = sum_pairs W' Q + (sum of step 3) X for a context
 //    set and dQ = sum_pairs W X + diag(sum of step 3) Q for a query set.
 //
 // All products are on tensor cores. Each sum is in the order of the set's list, without atomics, so results do not
