@@ -47,11 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also run the tests marked thorough, as .ci/run does")
     parser.addoption("--first", action="store_true", help="run each test with the first of its parameters only")
     parser.addoption(
-        "--one-fault-in",
+        "--one-in",
         type=int,
         default=1,
         metavar="N",
-        help="run one planted fault in N, others after each commit (default: %(default)s)",
+        help="run one of N tests marked thorough, others after each commit (default: %(default)s)",
     )
 
 
@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in kept if not item.get_closest_marker("thorough")]
     if config.getoption("--first"):
         kept = list({item.nodeid.split("[")[0]: item for item in reversed(kept)}.values())[::-1]
-    if (n := config.getoption("--one-fault-in")) > 1:
-        kept = [item for item in kept if not item.get_closest_marker("planted_fault") or is_due(item.nodeid, n)]
+    if (n := config.getoption("--one-in")) > 1:
+        kept = [item for item in kept if not item.get_closest_marker("thorough") or is_due(item.nodeid, n)]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept

@@ -73,8 +73,9 @@ def cross_attention_scores(
     a hardest-negative loss. Where most pairs have a gradient (65 %; on a CPU 45 % in bfloat16), it computes all of
     them, which is faster; pairs without a gradient still contribute exactly 0. Gradients of selected pairs are computed
     in float32 (float64 for float64 inputs); if all pairs are recomputed, in the precision of the scores. A row of
-    zeros, such as padding, receives no gradient. On CUDA, a pair with a gradient and more than about 500,000 raw scores
-    makes the gradients of its sets NaN.
+    zeros, such as padding, receives no gradient. On CUDA, a batch with a pair of
+    more than about 500,000 raw scores runs in plain PyTorch if a gradient is wanted; if `max_length` is unknown, the
+    gradients of these two sets are NaN instead.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.

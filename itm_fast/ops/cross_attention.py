@@ -18,6 +18,8 @@ from itm_fast.reference import validation
 NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
 FOCAL_MODES = (None, "equal", "prob", "hard")
 AGGREGATIONS = ("mean", "sum", "max", "logsumexp")
+# Half of the room for the numbers of pairs in the backward on CUDA, as in its launcher.
+CUDA_MOST_NUMBERS = 3_500_000
 
 
 def check_fragments(queries: Fragments, contexts: Fragments) -> None:
@@ -48,6 +50,25 @@ def checked_operands(queries: Fragments, contexts: Fragments) -> tuple[Fragments
     queries, contexts = autocast(queries, contexts)
     check_same_space(queries, contexts)
     return queries, contexts
+
+
+def cuda_numbers(n_queries: int, n_contexts: int) -> int:
+    """Return how many numbers the backward on CUDA keeps of a pair of sets of these lengths."""
+    padded_queries, padded_contexts = (-(-n // 8) * 8 for n in (n_queries, n_contexts))
+    return padded_queries * (padded_contexts // 2 * 13 + 5) + 4
+
+
+def beyond_backward(device: str, queries: Fragments, contexts: Fragments) -> str | None:
+    """Return why the backward on a device does not support these operands, or None.
+
+    Lengths that are unknown are not looked at, which would synchronize with the GPU.
+    """
+    is_wanted = torch.is_grad_enabled() and (queries.values.requires_grad or contexts.values.requires_grad)
+    if device != "cuda" or not (is_wanted and queries.knows_max_length and contexts.knows_max_length):
+        return None
+    if cuda_numbers(queries.max_length, contexts.max_length) <= CUDA_MOST_NUMBERS:
+        return None
+    return "the CUDA gradient of cross_attention_scores supports pairs of at most about 500,000 raw scores"
 
 
 def check_options(
@@ -89,7 +110,8 @@ def cross_attention_scores(
     temperature, negative_slope, logsumexp_temperature = check_options(
         temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature
     )
-    if not use_native("cross_attention_scores", queries.values):
+    beyond = beyond_backward(queries.device.type, queries, contexts)
+    if not use_native("cross_attention_scores", queries.values, beyond):
         with without_autocast(queries.device.type):
             wide = torch.promote_types(queries.dtype, torch.float32)
             return reference.cross_attention_scores_packed(

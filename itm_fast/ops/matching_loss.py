@@ -92,9 +92,13 @@ def matching_loss(
 
 
 def has_long_sets(queries: Fragments, contexts: Fragments, attention: str) -> bool:
-    """Return whether the scores on CUDA have a launch of their own: the average set is longer than a tile."""
+    """Return whether the scores on CUDA have a launch of their own: the average set is longer than a tile, or a pair
+    may be too large for the backward.
+    """
     if queries.device.type != "cuda":
         return False
+    if any(_attention.beyond_backward("cuda", *sides) for sides in ((queries, contexts), (contexts, queries))):
+        return True
     of_queries = min(TILE_QUERIES, TILE_CONTEXTS) if attention in OF_BOTH else TILE_QUERIES
     sides = ((queries, of_queries), (contexts, TILE_CONTEXTS))
     return any(side.values.shape[0] > tile * len(side) for side, tile in sides)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
+from itm_fast.ops.cross_attention import CUDA_MOST_NUMBERS, beyond_backward, cuda_numbers
 from python_tests.helpers.fragments import random_fragments, tied_fragments
 from python_tests.helpers.shim import compiled_driver
 from python_tests.shim.backward_checks import (
@@ -271,6 +272,26 @@ def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> 
         rows = (side.set_index() == 1).numpy()
         assert np.isnan(actual[rows]).all()
         np.testing.assert_allclose(actual[~rows], expected[~rows], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (9, 8), (512, 640), (720, 760), (1, 68_000)])
+def test_such_pairs_are_known_before_the_scores(kernels: BackwardKernels, lengths: tuple[int, int]) -> None:
+    assert ROOM == 2 * CUDA_MOST_NUMBERS
+    assert cuda_numbers(*lengths) == kernels.numbers(*lengths)
+    values = torch.zeros(1, 4).expand(sum(lengths), 4)
+    queries, contexts = (
+        Fragments(part, torch.tensor([0, len(part)]), max_length=len(part)) for part in values.split(lengths)
+    )
+    wanted = Fragments(queries.values.clone().requires_grad_(), queries.offsets, max_length=lengths[0])
+    too_many = kernels.numbers(*lengths) > ROOM // 2
+    assert too_many == (lengths in [(720, 760), (1, 68_000)])
+    reason = "the CUDA gradient of cross_attention_scores supports pairs of at most about 500,000 raw scores"
+    assert beyond_backward("cuda", wanted, contexts) == (reason if too_many else None)
+    unknown = Fragments(wanted.values, wanted.offsets)
+    assert [beyond_backward("cpu", wanted, contexts), beyond_backward("cuda", unknown, contexts)] == [None, None]
+    assert beyond_backward("cuda", queries, contexts) is None
+    with torch.no_grad():
+        assert beyond_backward("cuda", wanted, contexts) is None
 
 
 def test_the_workspace_follows_the_pairs_of_a_chunk(kernels: BackwardKernels) -> None:

@@ -149,7 +149,6 @@ def test_the_kernels_as_they_are_pass(flags: tuple[str, ...]) -> None:
     check_all_gradients(BackwardKernels(compiled_driver(DRIVER, *flags)))
 
 
-@pytest.mark.planted_fault
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:

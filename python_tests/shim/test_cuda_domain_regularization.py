@@ -161,7 +161,7 @@ def check_both(kernels: DomainKernels) -> None:
         check(kernels, batch, margin=1.5, aggregation="sum")
 
 
-@pytest.mark.planted_fault
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]

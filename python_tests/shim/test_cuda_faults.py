@@ -198,7 +198,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.planted_fault
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:

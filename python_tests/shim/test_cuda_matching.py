@@ -178,7 +178,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.planted_fault
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, separate: Separate, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]

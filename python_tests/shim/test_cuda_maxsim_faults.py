@@ -72,7 +72,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.planted_fault
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:

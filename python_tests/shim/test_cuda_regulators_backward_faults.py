@@ -110,7 +110,6 @@ def test_the_kernels_as_they_are_pass() -> None:
     check(compiled_driver(DRIVER, *SMALL))
 
 
-@pytest.mark.planted_fault
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
