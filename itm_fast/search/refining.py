@@ -12,8 +12,8 @@ __all__ = ["refined"]
 
 Maps = tuple[Tensor, Tensor]
 
-# All chosen on captions of the emoji that were not trained on. The temperature is a share of the distance between the
-# best score of a caption and its mean score.
+# Temperature and rate were chosen on captions of the emoji that were not trained on. The temperature is a share of the
+# distance between the best score of a caption and its mean score.
 _TEMPERATURE = 1 / 8
 _STEPS, _BATCH, _RATE = 100, 256, 4e-4
 
