@@ -210,7 +210,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--path", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--engine", choices=list(ENGINES))
     parser.add_argument("--folder", type=Path)

@@ -5,6 +5,7 @@ Inside: `MappedFile`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 from collections.abc import Iterable
@@ -74,12 +75,43 @@ class MappedFile:
 
         They stay in the page cache of the system.
         """
-        if not hasattr(mmap, "MADV_DONTNEED"):
+        self._advise("MADV_DONTNEED", kept)
+
+    def scatter(self, kept: Iterable[str] = ()) -> None:
+        """Announce reads in no order, except of the tensors `kept`.
+
+        The system then reads nothing ahead, and maps no huge pages, which hold much more than what is read.
+        """
+        self._advise("MADV_RANDOM", kept)
+        self._advise("MADV_NOHUGEPAGE", kept)
+
+    def fetch(self, name: str, starts: Tensor, ends: Tensor) -> None:
+        """Begin to read rows of a tensor from the disk, from `starts` to `ends`, int64 (n,) in ascending order."""
+        advice = getattr(mmap, "MADV_WILLNEED", None)
+        if advice is None or not len(starts):
+            return
+        tensor = self.tensors[name]
+        row = tensor[:1].numel() * tensor.dtype.itemsize
+        # Ranges that touch are read at once.
+        breaks = starts[1:] > ends[:-1]
+        firsts = torch.cat([starts[:1], starts[1:][breaks]]) * row + self._places[name][0]
+        lasts = torch.cat([ends[:-1][breaks], ends[-1:]]) * row + self._places[name][0]
+        firsts -= firsts % mmap.PAGESIZE
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            if last > first:
+                self._mapping.madvise(advice, first, last - first)
+
+    def _advise(self, advice: str, kept: Iterable[str]) -> None:
+        """Give advice on all pages but those of the tensors `kept`, where the system knows it."""
+        number = getattr(mmap, advice, None)
+        if number is None:
             return
         first = 0
         for start, end in sorted([*(self._places[name] for name in kept), (len(self._mapping),) * 2]):
             # Whole pages only; the last one of the file may be partial.
             last = start if start == len(self._mapping) else start // mmap.PAGESIZE * mmap.PAGESIZE
             if last > first:
-                self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+                # A system may have been built without the advice.
+                with contextlib.suppress(OSError):
+                    self._mapping.madvise(number, first, last - first)
             first = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE

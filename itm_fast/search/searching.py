@@ -43,7 +43,7 @@ def search(
         raise ValueError(f"of: the index holds no {'other ' if own.count else ''}{side}")
     k = min(_RESULTS, most) if k is None else k
     if type(k) is not int or not 1 <= k <= most:
-        raise ValueError(f"k: expected 1 to {most}, the number of {side}, got {k}")
+        raise ValueError(f"k: expected 1 to {most:,}, the number of {side}, got {k}")
     candidates = snapshot.manifest.candidates if candidates is None else candidates
     if type(candidates) is not int or candidates < 1:
         raise ValueError(f"candidates: expected at least 1, got {candidates}")

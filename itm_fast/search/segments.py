@@ -192,6 +192,17 @@ class Segment:
         """Take the pages of the file out of the memory of this process. Pooled vectors stay: each search reads all."""
         self._mapped.release(["pooled"])
 
+    def scatter(self) -> None:
+        """Announce that items are read in no order."""
+        self._mapped.scatter(["pooled"])
+
+    def fetch(self, items: Tensor) -> None:
+        """Begin to read the embeddings of items at ascending numbers (n,) int64 from the disk."""
+        for member in range(self.members):
+            ends = self.stored.get(f"{member}.offsets")
+            starts = items if ends is None else ends[items]
+            self._mapped.fetch(f"{member}.values", starts, items + 1 if ends is None else ends[items + 1])
+
     def rows(self, items: Tensor) -> list[Stored]:
         """Return what is stored of items (n,) int64 for each model: as `chosen_rows`, or one vector per item."""
         found: list[Stored] = []

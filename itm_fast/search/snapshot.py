@@ -45,8 +45,13 @@ class Side:
         )
         self._dead = (~self.live).nonzero().squeeze(1)
         self.count = len(self.live) - len(self._dead)
-        self._bytes = sum(one.record.bytes for one in self.segments)
+        size = sum(one.record.bytes for one in self.segments)
+        # Memory that the pages of an item take; 0 if the index stays in memory.
+        self._mapped = size // len(self.live) + _AROUND if size > _WHOLE else 0
         self._touched = 0
+        if self._mapped:
+            for segment in self.segments:
+                segment.scatter()
 
     def nearest(self, queries: Tensor, n: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each query the greatest inner products (n,) of live items, and their positions in ascending order.
@@ -79,13 +84,16 @@ class Side:
             positions: the items.
             reverse: the rows of the items look for the best row of the query, not the other way round.
         """
-        self._touch(len(positions))
-        found = torch.zeros(len(positions))
-        for member, own in enumerate(query):
-            if isinstance(own, Fragments):
-                parts = [part.best_rows(member, own, items, reverse=reverse) for part, items in self._split(positions)]
-                found += torch.cat(parts)
-        return found
+        found = []
+        for few in positions.split(_MAPPED // self._mapped + 1 if self._mapped else max(len(positions), 1)):
+            self._touch(few)
+            fits = torch.zeros(len(few))
+            for member, own in enumerate(query):
+                if isinstance(own, Fragments):
+                    parts = [part.best_rows(member, own, items, reverse=reverse) for part, items in self._split(few)]
+                    fits += torch.cat(parts)
+            found.append(fits)
+        return torch.cat(found)
 
     def positions(self) -> Tensor:
         """Return the positions of all live items."""
@@ -93,22 +101,24 @@ class Side:
 
     def encodings(self, positions: Tensor) -> Encodings:
         """Return the embeddings of items at ascending positions (n,) int64."""
-        self._touch(len(positions))
+        self._touch(positions)
         parts = [segment.rows(own) for segment, own in self._split(positions)]
         return [
             decoded_rows(one) if "lengths" in one[0] else torch.cat([part["values"] for part in one])
             for one in zip(*parts, strict=True)
         ]
 
-    def _touch(self, items: int) -> None:
-        """Release mapped pages of a large index before their number exceeds a limit."""
-        if self._bytes <= _WHOLE:
+    def _touch(self, positions: Tensor) -> None:
+        """Prepare to read items of a large index: release mapped pages if there are many, and fetch the items."""
+        if not self._mapped:
             return
-        self._touched += items * (self._bytes // len(self.live) + _AROUND)
+        self._touched += len(positions) * self._mapped
         if self._touched > _MAPPED:
             for segment in self.segments:
                 segment.release()
-            self._touched = 0
+            self._touched = len(positions) * self._mapped
+        for segment, items in self._split(positions):
+            segment.fetch(items)
 
     def _split(self, positions: Tensor) -> Iterator[tuple[Segment, Tensor]]:
         bounds = torch.searchsorted(positions, self._firsts).tolist()

@@ -199,21 +199,54 @@ def test_mapped_pages_are_released(built: Path, tmp_path: Path, monkeypatch: pyt
     assert pooled.nbytes - 2 * 2**21 <= resident(record.file) <= pooled.nbytes + 2 * mmap.PAGESIZE
     assert torch.equal(mapped.tensors["pooled"], pooled)
 
-    index = Index.open(built, scan())
-    before = index.search("red ball", 24, of="images")
+    before = Index.open(built, scan()).search("red ball", 24, of="images")
     monkeypatch.setattr(snapshot_module, "_WHOLE", 1)
     monkeypatch.setattr(snapshot_module, "_MAPPED", 1)
     released = []
     monkeypatch.setattr(snapshot_module.Segment, "release", lambda segment: released.append(segment))
-    assert index.search("red ball", 24, of="images") == before
+    assert Index.open(built, scan()).search("red ball", 24, of="images") == before
     assert released
+
+
+def test_rows_of_a_large_index_are_read_one_by_one(tmp_path: Path) -> None:
+    """The system maps only the rows that are used and some around them, not the rest of 16 MiB."""
+    values = torch.arange(4 * 2**20, dtype=torch.float32).view(-1, 1024)
+    pooled = torch.ones(2**20)
+    record = segments_module.write_tensors(tmp_path, "images", {"pooled": pooled, "values": values})
+    with (tmp_path / record.file).open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = segments_module.map_file(tmp_path, record)
+    mapped.scatter(["pooled"])
+    # Flags of madvise: rr is random reads, nh no huge pages.
+    advised = [size for size, flags in areas(record.file) if {"rr", "nh"} <= flags]
+    assert values.nbytes - 2 * mmap.PAGESIZE <= sum(advised) <= values.nbytes + 2 * mmap.PAGESIZE
+    mapped.fetch("values", torch.tensor([5, 9, 11, 4095]), torch.tensor([9, 11, 11, 4096]))
+    mapped.fetch("values", torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+    assert torch.equal(mapped.tensors["values"][[2000, 5, 4095]], values[[2000, 5, 4095]])
+    assert resident(record.file) < 2**20
+
+
+def areas(name: str) -> list[tuple[int, set[str]]]:
+    """Return the size in bytes and the flags of each mapped area of a file."""
+    found: list[tuple[int, set[str]]] = []
+    own = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-", line):
+            own = line.endswith(name)
+        elif own and line.startswith("Size:"):
+            found.append((1024 * int(line.split()[1]), set()))
+        elif own and line.startswith("VmFlags:"):
+            found[-1][1].update(line.split()[1:])
+    return found
 
 
 def resident(name: str) -> int:
     """Return the bytes of a mapped file that are in the memory of this process."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if line.endswith(name))
-    return 1024 * int(next(line for line in lines[first:] if line.startswith("Rss:")).split()[1])
+    starts = [number for number, line in enumerate(lines) if line.endswith(name)]
+    return sum(
+        1024 * int(next(line for line in lines[first:] if line.startswith("Rss:")).split()[1]) for first in starts
+    )
 
 
 def test_links_are_not_followed_for_writing(train: CaptionDataset, tmp_path: Path) -> None:

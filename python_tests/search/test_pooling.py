@@ -10,7 +10,7 @@ import torch
 
 from itm_fast.data import CaptionDataset
 from itm_fast.fragments import Fragments
-from itm_fast.search import Index, calibrate, learning, recalls, searching, writing
+from itm_fast.search import Index, calibrate, learning, recalls, refining, searching, writing
 from itm_fast.search.calibration import candidate_ranks
 from itm_fast.search.members import Members
 from itm_fast.search.pooling import Pooling, set_features
@@ -41,17 +41,22 @@ def test_features_of_a_set_are_its_mean_its_best_products_and_its_words() -> Non
     assert torch.equal(set_features(sets, landmarks, vocabulary[:0]), found[:, :7])
 
 
-def test_the_learned_pooling_is_the_ridge_regression_of_the_scores(train: CaptionDataset) -> None:
+def test_the_learned_pooling_is_the_ridge_regression_of_the_scores(
+    train: CaptionDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inner products equal F_c M F_i' with M = (K + r)^-1 A (G + r)^-1 for features of unit variance, in float64."""
+    monkeypatch.setattr(learning, "refined", lambda _captions, _images, _scores, maps, _held_out: maps)
     model = scan()
-    pooling = learning.learned_pooling(Members(model), train)
+    with torch.no_grad():
+        images = model.encode_images(torch.from_numpy(np.asarray(train.features)))
+        captions = model.encode_captions(train.captions)
+        others = model.encode_captions(train.captions[::9])
+    thirds = [[images.index_select(one)] for one in torch.arange(24).split(9)]
+    pooling = learning.pooling_of(Members(model), thirds, [[captions]], [others])
     part = pooling.parts[0]
     assert part is not None
     landmarks, vocabulary = (part["captions"].landmarks.double().numpy(), part["captions"].words.double().numpy())
     assert not len(part["images"].words)
-    with torch.no_grad():
-        images = model.encode_images(torch.from_numpy(np.asarray(train.features)))
-        captions = model.encode_captions(train.captions)
     regions = [images[number].double().numpy() for number in range(24)]
     words = [captions[number].double().numpy() for number in range(120)]
     scores = np.array([[scan_score(text, image) for image in regions] for text in words])
@@ -83,7 +88,7 @@ def test_the_blend_has_the_best_recall_with_few_candidates(
     pooling = learning.learned_pooling(members, train)
     halves = [[images.index_select(part)] for part in torch.arange(24).split(12)]
     products = (pooling("captions", [captions]) @ pooling("images", [images]).t()).numpy()
-    shares = dict.fromkeys([(0.0, 1.0), (1.0, 4.0), (1.0, 2.0), (1.0, 1.0), (1.0, 0.0)], 0)
+    shares = dict.fromkeys([(0.0, 1.0), (1.0, 8.0), (1.0, 4.0), (1.0, 2.0), (1.0, 1.0), (1.0, 0.0)], 0)
     for number in range(len(captions)):
         words = captions[number].numpy()
         best = np.argsort([-scan_score(words, images[image].numpy()) for image in range(24)])[:4]
@@ -93,6 +98,35 @@ def test_the_blend_has_the_best_recall_with_few_candidates(
             shares[weights] += len({*best} & {*np.argsort(-blended)[:6]})
     found = learning.best_blend(members, pooling, halves, [captions])
     assert shares[found] == max(shares.values()) > min(shares.values())
+
+
+def test_refined_maps_order_the_best_images_of_other_captions_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The divergence of the softmax over images, in NumPy, is smaller than that of the least squares."""
+    chance = np.random.default_rng(0)
+    captions, images = chance.standard_normal((700, 12)), chance.standard_normal((90, 10))
+    scores = np.exp(captions @ chance.standard_normal((12, 10)) @ images.T / 12)
+    left, values, right = np.linalg.svd(np.linalg.lstsq(captions, scores, rcond=None)[0] @ np.linalg.pinv(images).T)
+    given = left[:, :4] * values[:4] ** 0.5, right[:4].T * values[:4] ** 0.5
+    temperature = float((scores[:500].max(1) - scores[:500].mean(1)).mean()) / 8
+
+    def divergence(maps: tuple[np.ndarray, ...]) -> float:
+        logs = []
+        for one in (scores[500:], captions[500:] @ maps[0] @ (images @ maps[1]).T):
+            shifted = (one - one.max(1, keepdims=True)) / temperature
+            logs.append(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+        return float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(1).mean())
+
+    first, second, wanted = (torch.from_numpy(one).float() for one in (captions, images, scores))
+    maps = (torch.from_numpy(given[0]).float(), torch.from_numpy(given[1]).float())
+    arguments = (first[:500], second, wanted[:500], maps, (first[500:], wanted[500:]))
+    monkeypatch.setattr(refining, "_RATE", 0.05)
+    found = refining.refined(*arguments)
+    assert divergence(tuple(one.double().numpy() for one in found)) < 0.8 * divergence(given)
+    again = refining.refined(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    monkeypatch.setattr(refining, "_RATE", 50)
+    assert refining.refined(*arguments) is maps
+    assert refining.refined(first[:500], second, torch.ones(500, 90), maps, (first[500:], wanted[500:])) is maps
 
 
 @pytest.mark.parametrize(("dtype", "of"), [("bf16", "images"), ("int8", "images"), ("bf16", "captions")])
