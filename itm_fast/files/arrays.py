@@ -42,6 +42,9 @@ _OBJECTS = (
     "numpy.save(FILE, saved['sims']) for the dictionaries that SCAN's code saves"
 )
 
+# How a .npz file begins, which numpy opens under any name.
+_ZIP = b"PK\x03\x04"
+
 
 def map_npy(path: str | os.PathLike[str]) -> np.memmap:
     """Map the array of a `.npy` file. Only the header is read, and compared with the size of the file.
@@ -55,7 +58,7 @@ def map_npy(path: str | os.PathLike[str]) -> np.memmap:
     size = status.st_size
     try:
         with regular.open_file(path) as file:
-            if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            if not file.read(8).startswith((np.lib.format.MAGIC_PREFIX, _ZIP)):
                 # numpy's own message would advise to unpickle the file.
                 raise ValueError("it does not begin as one" if size else "empty file")
             file.seek(0)
