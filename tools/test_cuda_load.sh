@@ -33,7 +33,7 @@ make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q python_tests/tools/test_cuda_
 # Simulated kernels, the build, benchmarks and docs do not depend on the version of torch. What does depend on it shows
 # with one choice of each test's parameters.
 skipped=$(printf -- ' --ignore=python_tests/%s' shim tools benchmarks docs fuzz operators/test_instruction_sets.py)
-make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q -x --first $skipped $*"
+make -C "$copy" OLDEST=1 test ARGS="-q -x --first $skipped $*"
 # PyPI's torchvision only loads beside PyPI's torch, which this is, and timm needs it. Before, their tests were not
 # collected.
 "$copy/.venv-oldest/bin/python" -m pip install -q --disable-pip-version-check --no-deps torchvision==0.26.0 timm==1.0.31
