@@ -201,7 +201,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{table(rows)}\n\n{results['count']:,} random vectors of {results['width']} dimensions around 2,000 centres, "
         f"the {results['top']} greatest inner products, one thread, defaults of the engines or as in the script. Build "
         "and query are processor time; the first query includes opening the index, in wall time on a busy machine. "
-        "Memory is that of the process. The installed size includes dependencies, of which numpy is there anyway. "
+        "Memory is that of the process. The installed size includes dependencies, also those of itm_fast itself. "
         "Measured on "
         f"{where['date'][:10]}: {where['processor']}.\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import attrs
@@ -15,6 +16,7 @@ from itm_fast.data import BertVocabulary
 from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.evaluation import explain
 from itm_fast.models.vision_folder import read_vision_folder
+from itm_fast.nn.vision_backbone import class_of
 from itm_fast.training.checkpoint import load_state
 from python_tests.helpers.bert import PIECES, SIZES, write_bert
 from python_tests.helpers.commands import error
@@ -168,6 +170,30 @@ def test_bert_reads_the_captions_of_every_model_with_attention(folder: Path, tmp
     explained = explain(again, data, 0, 0)
     assert explained.words == data.vocabulary.pieces(data.captions[0])
     assert explained.directions["t2i"].attention[0].shape == (len(explained.words), 16)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("vit", 576), ("swin", 144)])
+def test_the_recipes_of_laps_run_at_384_pixels(tmp_path: Path, kind: str, tokens: int) -> None:
+    """With the patches and stages of the base models, and small widths."""
+    of_vit = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    of_swin = {"embed_dim": 4, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 1, 1], "window_size": 12}
+    maker = class_of(kind)
+    options = {**of_vit, "patch_size": 16} if kind == "vit" else {**of_swin, "patch_size": 4}
+    write_encoder(tmp_path / "sample", kind)  # its image processor
+    maker(maker.config_class(image_size=384, **options)).save_pretrained(tmp_path / kind)
+    shutil.copy(tmp_path / "sample" / "preprocessor_config.json", tmp_path / kind)
+    captions = write_captions(tmp_path / "captions.csv", write_pictures(tmp_path / "pictures", 16))
+    captions.write_text("\n".join(" ".join(line.split()[:5]) for line in captions.read_text().splitlines()) + "\n")
+    for command in (
+        ["data", "import", "--images", tmp_path / "pictures", "--captions", captions, "--out", tmp_path / "store",
+         "--size", 384, "--grid", 12, "--stretch", "--workers", 0, "--min-count", 1],
+        ["train", "--recipe", f"laps-{kind}-f30k", "--data", tmp_path / "store", "--out", tmp_path / "run",
+         "--bert", write_bert(tmp_path / "bert"), "--image-backbone", tmp_path / kind, "--epochs", 2, "--batch-size", 4,
+         "--model-option", "embed_dim=8"],
+    ):  # fmt: skip
+        assert cli.run([str(one) for one in command]) == 0
+    model = models.load(tmp_path / "run")
+    assert model.encoder_config.n_regions == tokens + (kind == "vit")
 
 
 def test_attention_is_drawn_over_the_patches_of_the_model(folder: Path, tmp_path: Path) -> None:
