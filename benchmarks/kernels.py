@@ -141,7 +141,7 @@ class Prediction:
 @functools.cache
 def counts() -> list[dict[str, Any]]:
     """Read the counts of all loops."""
-    found: list[dict[str, Any]] = json.loads(COUNTS.read_text(encoding="utf-8"))
+    found: list[dict[str, Any]] = json.loads(COUNTS.read_text(encoding="utf-8"))["loops"]
     return found
 
 

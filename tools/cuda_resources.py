@@ -25,14 +25,11 @@ from typing import Any
 import device_code
 import loop_reasons
 import named_loops
+from cuda_sources import ARCHITECTURES, LOOP_COUNTS, ROOT, compiler_release, digest
 from device_loops import Loop, main_loops
 from native_build import find_torch
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "internals" / "cuda_resources.md"
-# Read by benchmarks/kernels.py.
-LOOP_COUNTS = PAGE.with_name("cuda_loops.json")
-ARCHITECTURES = (80, 86, 89, 90)
+PAGE = LOOP_COUNTS.with_name("cuda_resources.md")
 # Kernels that may spill, and read it in their main loops, by the prefix of their names, and why.
 MAY_SPILL: dict[str, str] = {
     f"matching_loss<{problem}<float>, {products}": "score_tile alone uses all registers that two blocks leave"
@@ -176,17 +173,23 @@ def compile_kernels(folder: Path) -> str:
 
 
 def read_kernels(folder: Path, report: str) -> Compiled:
-    """Count in the machine code that nvcc kept in `folder`; `report` is that of ptxas."""
+    """Count in the machine code that nvcc kept in `folder`; `report` is that of ptxas.
+
+    A build may have compiled for some of the architectures only.
+    """
+    built = sorted({int(number) for number in re.findall(r"' for 'sm_(\d+)'", report)})
+    if not built:
+        raise SystemExit(f"cuda_resources: ptxas reported no kernel of {folder}; its output must be there")
     files = []
     for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
-        for number in ARCHITECTURES:
+        for number in built:
             found = list(folder.glob(f"{source.stem}.*_{number}.cubin"))
             if len(found) != 1:
                 raise SystemExit(f"cuda_resources: no machine code of {source.name} for sm_{number} in {folder}")
             files.append((number, found[0].read_bytes()))
     tensor = {(number, name): n for number, elf in files for name, n in device_code.count_instructions(elf).items()}
     loops = {(number, name): found for number, elf in files for name, found in main_loops(elf).items()}
-    named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]] = {number: {} for number in ARCHITECTURES}
+    named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]] = {number: {} for number in built}
     for number, elf in files:
         named[number].update(named_loops.named_loops(elf, short_name))
     return Compiled(report, tensor, loops, named)
@@ -248,7 +251,7 @@ def parse(
 def page(usages: list[Usage], entries: list[dict[str, Any]] | None = None) -> str:
     """Return one line per kernel; values that differ between architectures are listed in their order.
 
-    `entries` are those of `LOOP_COUNTS`.
+    `entries` are the loops of `LOOP_COUNTS`.
     """
     architectures = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
     lines = [
@@ -354,7 +357,7 @@ def with_dynamic(usage: Usage, dynamic: dict[str, int]) -> Usage:
 
 
 def loop_counts(compiled: Compiled) -> list[dict[str, Any]]:
-    """Return the content of `LOOP_COUNTS`; SystemExit if no kernel has one of the loops."""
+    """Return the loops of `LOOP_COUNTS`; SystemExit if no kernel has one of them."""
     entries = named_loops.content(compiled.named)
     gone = {one.kernel for one in named_loops.WANTED if not any(e["kernel"].startswith(one.kernel) for e in entries)}
     if gone:
@@ -381,7 +384,8 @@ def main() -> None:
     entries = loop_counts(compiled)
     if not arguments.check:
         PAGE.write_text(page(usages, entries))
-        LOOP_COUNTS.write_text(json.dumps(entries, indent=1) + "\n")
+        content = {"sources": digest(compiler_release()), "loops": entries}
+        LOOP_COUNTS.write_text(json.dumps(content, indent=1) + "\n")
     problems = spilling(usages) + without_tensor_cores(usages) + over_budget(usages)
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))

@@ -20,6 +20,10 @@ sed 's:/$::' "$root/.gitignore" | tar -C "$root" -c --exclude-from=- --exclude=.
 # The build must not use a torch that happens to be installed, and pip's cache must not grow by gigabytes.
 export ITM_FAST_CUDA=on PIP_NO_CACHE_DIR=1
 ITM_FAST_CUDA=off make -C "$copy" OLDEST=1 .venv-oldest/.set-up
+# Compile for all architectures, or for one if the committed counts are of these sources.
+TORCH_CUDA_ARCH_LIST=$("$copy/.venv-oldest/bin/python" "$root/tools/cuda_sources.py")
+export TORCH_CUDA_ARCH_LIST
+echo "test_cuda_load: compiling for $TORCH_CUDA_ARCH_LIST"
 # nvcc keeps the machine code and reports resources, so that the kernels are compiled only once.
 kept=$copy/build/kept
 mkdir -p "$kept"

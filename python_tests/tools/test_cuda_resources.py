@@ -92,6 +92,8 @@ def test_tensor_core_instructions_are_counted_in_machine_code() -> None:
 
 def test_a_build_without_all_machine_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"no machine code of boosting_loss.cu for sm_80 in "):
+        cuda_resources.read_kernels(tmp_path, REPORT)
+    with pytest.raises(SystemExit, match=r"^cuda_resources: ptxas reported no kernel of "):
         cuda_resources.read_kernels(tmp_path, "")
 
 
@@ -297,7 +299,7 @@ def test_a_named_loop_that_is_gone_is_one_line(annotated: Code, wanted: Wanted) 
 
 
 def test_the_committed_counts_are_those_of_the_page() -> None:
-    entries = json.loads(cuda_resources.LOOP_COUNTS.read_text())
+    entries = json.loads(cuda_resources.LOOP_COUNTS.read_text())["loops"]
     text = cuda_resources.PAGE.read_text(encoding="utf-8")
     assert text.endswith(named_loops.section(entries))
     for wanted in named_loops.WANTED:
