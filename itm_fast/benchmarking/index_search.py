@@ -25,7 +25,7 @@ __all__ = ["SEARCHES", "IndexSizes", "accuracy", "make_build", "make_open", "mak
 
 _CHANNELS = 64
 _RESULTS = 10
-# Variants of a search: scores of all images in plain PyTorch, all items of an index, and its 200 candidates.
+# Variants of a search: scores of all images in plain PyTorch, all items of an index, and its candidates.
 SEARCHES = ("plain", "native exact", "native")
 
 

@@ -28,7 +28,7 @@ def bench(
     The models are SCAN and RCAR. The baselines are the authors' loop over captions and a packed PyTorch form, eager and
     under torch.compile. All variants run interleaved in one process; each peak memory is measured in its own process.
     The full benchmark takes about half an hour on two idle cores and needs about 12 GB of memory, for a training step
-    of RCAR's loop. A search has one caption, and an index of 10,000 images, 256 wide: all images, or 200 candidates.
+    of RCAR's loop. A search has one caption, and an index of 10,000 images, 256 wide: all images, or 500 candidates.
 
     On a GPU (--device cuda) the table has device times, between two CUDA events.
     """

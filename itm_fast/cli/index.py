@@ -82,7 +82,7 @@ def build_command(
     ] = "train",
     candidates: Annotated[
         int, typer.Option(metavar="N", min=1, help="Number of items that the model scores per query.")
-    ] = 200,
+    ] = 500,
     calibrate: Annotated[
         float | None,
         typer.Option(

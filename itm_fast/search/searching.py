@@ -17,10 +17,10 @@ from itm_fast.search.snapshot import Side, Snapshot
 
 __all__ = ["CANDIDATES", "exact_hits", "search", "shortlist_places"]
 
-CANDIDATES = 200
+CANDIDATES = 500
 _RESULTS = 10
 # Length of the shortlist per candidate.
-_SHORTLIST = 20
+_SHORTLIST = 8
 # Items that are scored at a time.
 _TILE = 512
 

@@ -15,6 +15,7 @@ from PIL import Image
 from itm_fast import cli, models
 from itm_fast.data import emoji
 from itm_fast.search import Index
+from itm_fast.search.searching import CANDIDATES
 from python_tests.helpers.commands import error, output
 from python_tests.helpers.search import scan
 
@@ -76,7 +77,7 @@ def test_pictures_are_added_and_deleted(
 def test_the_facts_of_an_index(index: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(output(capsys, "index", "info", index, "--json"))
     assert {name: facts[name] for name in ("images", "captions", "deleted", "dtype", "pooling", "candidates")} == {
-        "images": 10, "captions": 50, "deleted": 0, "dtype": "bf16", "pooling": "learned", "candidates": 200,
+        "images": 10, "captions": 50, "deleted": 0, "dtype": "bf16", "pooling": "learned", "candidates": CANDIDATES,
     }  # fmt: skip
     assert facts["bytes"] == sum(file.stat().st_size for file in index.glob("*.safetensors"))
     assert facts["checkpoints"] == [str(trained.resolve())]

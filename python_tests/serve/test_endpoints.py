@@ -158,7 +158,7 @@ BAD = [
         "k: Input should be a valid integer, unable to parse string as an integer, got '1e3'",
     ),
     ("/search?q=face&candidates=0", 400, "candidates: expected at least 1, got 0"),
-    ("/search?q=face&candidates=201", 400, "candidates: expected at most 200, got 201"),
+    ("/search?q=face&candidates=501", 400, "candidates: expected at most 500, got 501"),
     ("/search?q=face&of=words", 422, "of: Input should be 'images' or 'captions', got 'words'"),
     ("/search?q=face&n=3", 422, "n: Extra inputs are not permitted, got '3'"),
     ("/search?like=set/99.png", 404, "id: the index holds no item 'set/99.png'"),
