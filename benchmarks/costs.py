@@ -77,16 +77,28 @@ def gemm(rows: int, columns: int, depth: int, element: int = ELEMENT) -> Cost:
     return Cost(tensor=2.0 * rows * columns * depth, bytes=moved, launches=1)
 
 
-def scores(images: int, captions: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+def scores(
+    images: int,
+    captions: int,
+    dim: int = DIM,
+    words: float = WORDS,
+    element: int = ELEMENT,
+    regions: int = REGIONS,
+) -> Cost:
     """Return the cost of scores of all pairs in the Gram form: products of regions and words, Gram matrices, epilogue.
 
     The epilogue needs, for each image and word, the softmax over the regions and the quadratic form of its numerators,
-    K (K + 1) / 2 multiply-adds by symmetry. Two launches: plan and Gram matrices, pairs.
+    K (K + 1) / 2 multiply-adds by symmetry. If the K regions are more than a tile has, tensor cores multiply the Gram
+    matrix with the numerators, and K multiply-adds are left. Two launches: plan and Gram matrices, pairs.
     """
-    region_rows, word_rows = images * REGIONS, captions * words
-    products = 2 * region_rows * word_rows * dim + 2 * images * REGIONS**2 * dim
-    epilogue = images * word_rows * (REGIONS * (REGIONS + 1) + SOFTMAX_OPERATIONS * REGIONS)
-    moved = element * (region_rows + word_rows) * dim + 2 * 4 * images * REGIONS**2 + 4 * images * captions
+    region_rows, word_rows = images * regions, captions * words
+    cells = region_rows * word_rows
+    products = 2 * cells * dim + 2 * images * regions**2 * dim
+    is_long = regions > TILE_REGIONS
+    if is_long:
+        products += 2 * cells * regions
+    epilogue = cells * ((2 if is_long else regions + 1) + SOFTMAX_OPERATIONS)
+    moved = element * (region_rows + word_rows) * dim + 2 * 4 * images * regions**2 + 4 * images * captions
     return Cost(products, epilogue, moved, launches=2)
 
 

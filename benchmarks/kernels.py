@@ -38,6 +38,7 @@ CHUNK, COLUMNS = 512, 128
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
 SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,"
+LONG_SCORES = "score_long_tiles<BFloat16, 1,"
 REGULATED, PREPARED_REGULATION = "regulate_tiles<BFloat16, 1,", "prepare_regulation<BFloat16,"
 RANKS = "count_ranks<float, ScoreTile<8, 8, 4>>"
 DIFFERENTIATED = "differentiate_regulation<"
@@ -237,6 +238,29 @@ def scores(images: int, captions: int, dim: int = costs.DIM) -> Work:
     }
     prepared = Launch(PREPARED, {"product": gram_products(images, REGIONS, dim * costs.ELEMENT)}, images)
     return Work(costs.scores(images, captions, dim), (prepared, Launch(SCORES, work, pairs)))
+
+
+def long_scores(images: int, captions: int, patches: int, words: int, dim: int) -> Work:
+    """Scores of all pairs if images have more patches than a tile: Gram matrices, then a block for each pair of tiles.
+
+    An image is a tile of its own. The raw scores of a pair, and the products of its Gram matrix with the attention,
+    take a product for each piece of the size of a tile. Gram matrix and attention are float32.
+    """
+    pairs = images * costs.tiles([words] * captions, costs.TILE_WORDS)
+    pieces = pairs * math.ceil(patches / costs.TILE_REGIONS) * math.ceil(words / costs.TILE_WORDS)
+    columns = images * captions * words
+    cells = columns * patches / LANES
+    # A slice has half as many float32 numbers as 16-bit ones.
+    gram = FLOAT_PRODUCTS / 2 * products(pieces, slices(math.ceil(patches / 8) * 8, 4))
+    work = {
+        "product": products(pieces, slices(dim)),
+        **dict.fromkeys(("raw scores", "statistics", "attention", "norms"), cells),
+        "Gram product": gram,
+        "cosines": columns,
+    }
+    prepared = Launch(PREPARED, {"product": gram_products(images, patches, dim * costs.ELEMENT)}, images)
+    cost = costs.scores(images, captions, dim, words, regions=patches)
+    return Work(cost, (prepared, Launch(LONG_SCORES, work, pairs)))
 
 
 def attended_norms(columns: float) -> dict[str, float]:

@@ -47,10 +47,16 @@ def _maxsim(sizes: MaxsimSizes) -> tuple[Workload, Workload]:
     )
 
 
+def _long_scores(patches: int) -> Workload:
+    sets = f"64 x 64 sets of 64 x {patches} rows, d = 512"
+    return Workload(f"scores, {sets}", kernels.long_scores(64, 64, patches, words=64, dim=512))
+
+
 STEPS_OF_EPOCH = costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
 WORKLOADS = (
     Workload("scores, 128 x 128", kernels.scores(128, 128), "scores 128"),
     Workload("scores, 1024 x 1024", kernels.scores(1024, 1024), "scores 1024"),
+    *map(_long_scores, (196, 576)),
     Workload("hardest-negative step, B = 128", kernels.step(128), "step 128"),
     Workload("step over all negatives, B = 128", dense_costs.step(128)),
     Workload("RCAR scores, 128 x 128", kernels.regulated_scores(128, 128), "regulated scores 128"),

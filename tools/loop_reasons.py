@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Other instructions per 16 HMMA, and instructions per asynchronous copy.
 GOAL = (40, 12)
+# Other instructions per 16 HMMA that take as long as these HMMA.
+LIMITS = {"A100": 112, "RTX 4090": 496, "H200": 91}
 
 _SPLIT = (
     "Splitting floats: 11 instructions per pair for three parts (three conversions, four shifts, four subtractions)"
@@ -59,8 +61,9 @@ REASONS = (
         _of_scores("float, 1,"),
         (16,),
         "24 conversions, 30 for copies, 12 loads of fragments; the rest decides which products to skip.",
-        'Bound by issue slots. Only float32 rows with precision "medium" take this loop; 16-bit rows, as under '
-        "autocast, take one of 34. Two blocks per multiprocessor leave no registers for a loop without decisions.",
+        'Bound by issue slots on an A100 and an H200. Only float32 rows with precision "medium" take this loop; 16-bit '
+        "rows, as under autocast, take one of 34. Two blocks per multiprocessor leave no registers for a loop without "
+        "decisions.",
     ),
     Reason(
         ("regulate_tiles<float, 3,", "differentiate_regulation<"),
@@ -73,26 +76,35 @@ REASONS = (
         ("regulate_tiles<float, 2,",),
         (48,),
         "Splitting in two parts: 144; 64 additions of slices; 59 for copies; 12 loads of fragments.",
-        'Bound by issue slots on an H200, with precision "high". As above.',
+        'Bound by issue slots on an H200. Only float32 rows with precision "high" take this loop. Its copies compute '
+        "their sizes, as above.",
     ),
     Reason(
         ("regulate_tiles<float, 3,", "differentiate_regulation<"),
         (48,),
         "As with 128 columns, with the same fragments of rows for half of the products.",
-        "At most 64 columns, as for the 36 contexts of a set. The loop for 128 columns with a decision per product "
-        "issues more, and its HMMA wait for one another.",
+        "Bound by issue slots on an A100 and an H200: fragments are split for half as many products. Products with at "
+        "most 64 columns take this loop, such as those with the 36 contexts of a set. The loop for 128 columns with a "
+        "decision per product issues more, and its HMMA wait for one another.",
     ),
     Reason(
-        ("regulate_tiles<BFloat16, 1,", "regulate_tiles<float, 2,"),
-        (16, 24),
+        ("regulate_tiles<float, 2,",),
+        (24,),
         "As with 128 columns, with the same fragments of rows for half of the products.",
-        "At most 64 columns. With 16-bit rows, shared memory takes longer than issue slots.",
+        "Bound by issue slots on an A100 and an H200: fragments are split for half as many products. Only products of "
+        'float32 rows with at most 64 columns and precision "high" take this loop.',
+    ),
+    Reason(
+        ("regulate_tiles<BFloat16, 1,",),
+        (16,),
+        "As with 128 columns, with the same fragments of rows for half of the products.",
+        "Below 91. At most 64 columns. Shared memory takes longer than issue slots.",
     ),
     Reason(
         ("regulate_tiles<BFloat16, 1,",),
         (32,),
         "12 loads of fragments, 35 for copies, 4 WARPSYNC before row tiles on sm_90.",
-        "33 on other architectures. Shared memory takes longer than issue slots.",
+        "Below 91, and 33 on other architectures. Shared memory takes longer than issue slots.",
     ),
     Reason(
         ("differentiate_regulation<",),
@@ -106,14 +118,20 @@ REASONS = (
         ("prepare_regulation<float,", "prepare_scores<float,"),
         (96,),
         f"{_SPLIT}, 264; 64 additions of slices; 48 NOP between dependent HMMA on sm_90.",
-        "Below 91. The loop skips rows and columns that a set does not have. Less than 1 % of a workload.",
+        "Below 91. The loop skips rows and columns that a set does not have.",
     ),
     Reason(
-        ("prepare_regulation<BFloat16,", "prepare_scores<BFloat16,", "prepare_scores<Half,"),
-        (16, 32),
-        "12 loads of fragments, 21 for copies; the rest skips rows and columns that a set does not have. "
-        "`prepare_regulation` also converts 24 pairs of float32.",
-        "Less than 1 % of a workload.",
+        ("prepare_regulation<BFloat16,",),
+        (16,),
+        "12 loads of fragments, 21 for copies, conversion of 24 pairs of float32; the rest skips rows and columns that "
+        "a set does not have.",
+        "Bound by issue slots on an H200. Less than 1 % of RCAR's scores.",
+    ),
+    Reason(
+        ("prepare_scores<BFloat16,", "prepare_scores<Half,"),
+        (32,),
+        "12 loads of fragments, 21 for copies; the rest skips rows and columns that a set does not have.",
+        "Below 91.",
     ),
     Reason(
         ("backpropagate_pairs<BFloat16>", "backpropagate_pairs<Half>"),
@@ -126,7 +144,8 @@ REASONS = (
         ("backpropagate_pairs<float>",),
         (36,),
         f"Raw scores of a tile. {_SPLIT}.",
-        "The gradients of a tile's scores take longer, on the ordinary units.",
+        "Bound by issue slots on an A100 and an H200. The gradients of a tile's scores take longer, on the ordinary "
+        "units.",
     ),
     Reason(
         ("backpropagate_pairs<Half>",),
@@ -178,7 +197,8 @@ HEAD = f"""
 
 The goal is {GOAL[0]} other instructions per 16 HMMA, and {GOAL[1]} per copy. A loop is bound by issue slots if its
 instructions take longer than its HMMA. A scheduler issues one instruction per cycle; an HMMA takes it 8 cycles on an
-A100, 32 on an RTX 4090, and 6.7 on an H200, if `mma.sync` reaches 60 % of the peak there. So up to 112, 496 and 91
-other instructions per 16 HMMA leave the tensor cores busier. Counts per iteration are those of sm_90.
+A100, 32 on an RTX 4090, and 6.7 on an H200, if `mma.sync` reaches 60 % of the peak there. So up to {LIMITS["A100"]},
+{LIMITS["RTX 4090"]} and {LIMITS["H200"]} other instructions per 16 HMMA leave the tensor cores busier. Counts per
+iteration are those of sm_90.
 
 """

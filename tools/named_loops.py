@@ -79,6 +79,7 @@ class NamedLoop:
 
 _SCORES, _PREPARED, _REGULATED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,", "regulate_tiles<BFloat16, 1,"
 _PREPARED_REGULATION = "prepare_regulation<BFloat16,"
+_LONG_SCORES = "score_long_tiles<BFloat16, 1,"
 _MAXSIM, _GATHERED = "score_maxsim<BFloat16, 1>", "gather_maxsim<BFloat16>"
 _BACKPROPAGATED, _DIFFERENTIATED = "backpropagate_pairs<BFloat16>", "differentiate_regulation<"
 _LOSSES = (
@@ -112,6 +113,24 @@ _BACKWARD = (
     Wanted(_BACKPROPAGATED, "block weights", ("store_weights",), "STS", "raw score"),
     Wanted(_BACKPROPAGATED, "block squares", ("store_sums",), "FFMA", _MADD),
 )
+_LONG = (
+    Wanted(_LONG_SCORES, "product", ("multiply", "multiply_slices"), "HMMA.*", "HMMA"),
+    Wanted(_LONG_SCORES, "raw scores", ("multiply", "raw"), "STG.*", "raw score"),
+    Wanted(_LONG_SCORES, "statistics", ("write_factors", "row_factor"), "LDG.*", "raw score"),
+    # The attention is stored twice, once transposed.
+    Wanted(
+        *(_LONG_SCORES, "attention", ("attend", "attend_column"), "STG.*", "raw score"),
+        work=0.5,
+        without=("attend_hard",),
+    ),
+    Wanted(_LONG_SCORES, "Gram product", ("write_norms", "multiply_slices"), "HMMA.*", "HMMA"),
+    Wanted(_LONG_SCORES, "norms", ("write_norms", "raw"), r"MUFU\.RSQ", "raw score"),
+    Wanted(
+        *(_LONG_SCORES, "cosines", ("write_cosines", "cosine_of"), ITERATION, "query and image"),
+        around=True,
+        without=("score_products", "score_long_pair"),
+    ),
+)
 WANTED = (
     *(
         Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA")
@@ -134,6 +153,7 @@ WANTED = (
         for kernel in (_SCORES, _REGULATED)
     ),
     Wanted(_SCORES, "cosines", ("score_products", "cosine_of"), ITERATION, "query and image", around=True),
+    *_LONG,
     *_BACKWARD,
     Wanted(_MAXSIM, "maxima", ("fold", "add"), "LDS", "product"),
     Wanted(_GATHERED, "candidates", ("gather", "place"), ITERATION, "32 sets and a row", around=True),

@@ -95,6 +95,25 @@ def test_the_work_of_scores_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPa
     assert scored.work["cosines"] == words / 32
 
 
+def test_the_work_of_long_sets_is_that_of_a_hand_count() -> None:
+    prepared, scored = kernels.long_scores(6, 5, patches=196, words=64, dim=512).counted
+    # A tile has two captions of 64 words. An image takes two products with it.
+    assert scored.blocks == 6 * 3
+    # Sixteen slices of 32 components, and 32 HMMA for each of eight warps.
+    assert scored.work["product"] == 6 * 3 * 2 * 16 * 32 * 8
+    # Rows of 200 float32 numbers are 13 slices of 16, and take six products.
+    assert scored.work["Gram product"] == 6 * 3 * 2 * 13 * 16 * 6 * 8
+    columns = 6 * 5 * 64
+    for name in ("raw scores", "statistics", "attention", "norms"):
+        assert scored.work[name] == columns * 196 / 32
+    assert scored.work["cosines"] == columns  # a warp each
+    # A Gram matrix is ten tiles of 64 x 64, with 4 slices of 256 bytes.
+    assert (prepared.blocks, prepared.work["product"]) == (6, 6 * 10 * 4 * 32 * 8)
+    # A caption of 130 words takes two products with each piece of an image.
+    (_, scored) = kernels.long_scores(2, 3, patches=113, words=130, dim=32).counted
+    assert (scored.blocks, scored.work["product"]) == (2 * 3, 2 * 3 * 2 * 2 * 32 * 8)
+
+
 def test_the_work_of_rcar_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of a tile are those of the reference's formulas, in slices of 32 components for 128 columns."""
     monkeypatch.setattr(kernels, "caption_lengths", lambda count: torch.full((count,), 14))
@@ -133,7 +152,7 @@ def test_every_workload_takes_longer_than_its_floors(device: str) -> None:
     for work in (
         kernels.scores(128, 128), kernels.step(128), kernels.loss(4096), kernels.loss(4096, kernels.BOOSTING),
         kernels.ranks(5000, 25000), kernels.regulated_scores(128, 128), kernels.regulated_step(128),
-        kernels.encoders(128), kernels.evaluation(5000, 25000),
+        kernels.encoders(128), kernels.evaluation(5000, 25000), kernels.long_scores(64, 64, 576, 64, 512),
     ):  # fmt: skip
         assert predict(work, device).seconds >= max(costs.floors(work.cost, costs.DEVICES[device]))
     assert predict(kernels.step(128), device).bound in kernels.BOUNDS

@@ -29,10 +29,11 @@ class _Settings(ctypes.Structure):
 
 
 class MaxsimKernels:
-    """The kernels. Bits of bfloat16 are passed in uint16.
+    """The kernels. 16-bit rows are passed as their bits.
 
-    `launches` is the number of launches of the last call, `workspace` the bytes of its workspace. The option `longest`
-    has the lengths of the longest sets that the backward of listed pairs makes room for.
+    `launches` is the number of launches of the last call, `workspace` the bytes of its workspace. The option `kernel`
+    is "float32", "float32_as_bf16x3", "bf16" or "fp16". The option `longest` has the lengths of the longest sets that
+    the backward of listed pairs makes room for.
     """
 
     def __init__(self, library: Path) -> None:
@@ -84,7 +85,7 @@ class MaxsimKernels:
             *options.get("longest", (len(queries), len(contexts))),
         )
         counts = np.zeros(2, np.int64)
-        function = getattr(self.library, "maxsim_float32" if queries.dtype == np.float32 else "maxsim_bfloat16")
+        function = getattr(self.library, f"maxsim_{options.get('kernel', 'float32')}")
         call(
             function, ctypes.byref(settings), *operands, pairs, incoming, scores, of_queries, of_contexts, counts
         )  # fmt: skip

@@ -17,7 +17,14 @@ import itm_fast.functional as F_itm
 from itm_fast import Fragments
 from python_tests.helpers.fragments import random_fragments, tied_fragments
 from python_tests.helpers.shim import compiled_driver
-from python_tests.shim.maxsim_checks import check_maxsim, exact_results, operands_of, rows_of
+from python_tests.shim.maxsim_checks import (
+    KERNELS,
+    check_maxsim,
+    dtype_of,
+    exact_results,
+    operands_of,
+    rows_of,
+)
 from python_tests.shim.shim_maxsim import DIRECTIONS, REDUCTIONS, TILE_CONTEXTS, TILE_QUERIES, MaxsimKernels
 
 pytestmark = pytest.mark.shim
@@ -39,22 +46,39 @@ def sets(dim: int = 12, dtype: torch.dtype = torch.float32, seed: int = 0) -> tu
     )
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(("reduction", "direction"), list(itertools.product(REDUCTIONS, DIRECTIONS)))
-def test_every_option(kernels: MaxsimKernels, reduction: str, direction: str, listed: bool) -> None:
+def test_every_option(kernels: MaxsimKernels, reduction: str, direction: str, listed: bool, kernel: str) -> None:
     """Sets of both sides are empty, share a tile, or are longer than a tile."""
-    queries, contexts = sets()
-    check_maxsim(kernels, queries, contexts, pairs=PAIRS if listed else None, reduction=reduction, direction=direction)
+    queries, contexts = sets(dtype=dtype_of(kernel))
+    options = {"pairs": PAIRS if listed else None, "reduction": reduction, "direction": direction}
+    check_maxsim(kernels, queries, contexts, kernel, **options)
     assert max(QUERY_LENGTHS) > TILE_QUERIES
     assert max(CONTEXT_LENGTHS) > 2 * TILE_CONTEXTS
 
 
 @pytest.mark.parametrize("dim", [1, 37, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_widths_and_dtypes(kernels: MaxsimKernels, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_widths_and_precisions(kernels: MaxsimKernels, dim: int, kernel: str) -> None:
     """Widths reach from one element to more than a warp gathers; 37 is not aligned."""
-    queries, contexts = sets(dim, dtype)
-    check_maxsim(kernels, queries, contexts, pairs=PAIRS, direction="both", reduction="mean")
+    queries, contexts = sets(dim, dtype_of(kernel))
+    check_maxsim(kernels, queries, contexts, kernel, pairs=PAIRS, direction="both", reduction="mean")
+
+
+def test_precision_high_has_two_parts(kernels: MaxsimKernels) -> None:
+    """Its errors are larger than those of three parts, and smaller than those of bfloat16 rows."""
+    queries, contexts = sets(300)
+    exact = exact_results(queries, contexts, torch.ones(5, 6))[0]
+    highest, high, medium = (
+        float((rows_of(kernels.scores(*operands_of(*sides), kernel=kernel)) - exact).abs().max())
+        for kernel, sides in (
+            ("float32", (queries, contexts)),
+            ("float32_as_bf16x3", (queries, contexts)),
+            ("bf16", (queries.to(torch.bfloat16), contexts.to(torch.bfloat16))),
+        )
+    )
+    assert 4 * highest < high < medium / 64
 
 
 def test_more_sets_than_a_tile_holds_or_a_warp_compares(kernels: MaxsimKernels) -> None:
@@ -64,43 +88,46 @@ def test_more_sets_than_a_tile_holds_or_a_warp_compares(kernels: MaxsimKernels) 
     check_maxsim(kernels, queries, contexts, pairs=drawn, direction="both")
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_ties_take_the_first_row(kernels: MaxsimKernels, direction: str) -> None:
+def test_ties_take_the_first_row(kernels: MaxsimKernels, direction: str, kernel: str) -> None:
     """Few distinct products, which are exact: gradients equal those of the first maxima exactly."""
     queries, contexts = (
-        tied_fragments(lengths, 2, torch.float32, seed=seed)
+        tied_fragments(lengths, 2, dtype_of(kernel), seed=seed)
         for seed, lengths in enumerate((QUERY_LENGTHS, CONTEXT_LENGTHS))
     )
     incoming = torch.arange(30.0).reshape(5, 6)
     right = exact_results(queries, contexts, incoming, direction=direction)
-    found = kernels.gradients(incoming.numpy(), *operands_of(queries, contexts), direction=direction)
-    assert all(torch.equal(rows_of(actual), expected) for actual, expected in zip(found, right[1:], strict=True))
+    found = kernels.gradients(incoming.numpy(), *operands_of(queries, contexts), kernel=kernel, direction=direction)
+    for actual, expected in zip(found, right[1:], strict=True):
+        assert torch.equal(rows_of(actual, kernel), expected.to(dtype_of(kernel)).double())
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_rows_that_are_not_finite_reach_their_pairs_alone(kernels: MaxsimKernels, value: float) -> None:
-    """Products of bfloat16 keep infinities; float32 is split into parts, which are NaN."""
-    for dtype in (torch.float32, torch.bfloat16):
-        queries, contexts = sets(dtype=dtype)
-        queries.values.abs_()
-        contexts.values[50] = value
-        right = exact_results(queries, contexts, torch.ones(5, 6), F_itm.maxsim_scores, direction="both")
-        operands = operands_of(queries, contexts)
-        found = [kernels.scores(*operands, direction="both")]
-        found += kernels.gradients(np.ones((5, 6), np.float32), *operands, direction="both")
-        for actual, expected in zip(map(rows_of, found), right, strict=True):
-            finite = expected.isfinite()
-            assert torch.equal(actual.isfinite(), finite)
-            assert torch.allclose(actual[finite], expected[finite], rtol=2**-7, atol=1e-5)
-        if dtype == torch.bfloat16:
-            assert torch.allclose(rows_of(found[0]), right[0], atol=1e-5, equal_nan=True)
+def test_rows_that_are_not_finite_reach_their_pairs_alone(kernels: MaxsimKernels, value: float, kernel: str) -> None:
+    """Products of 16-bit rows keep infinities; float32 is split into parts, which are NaN."""
+    queries, contexts = sets(dtype=dtype_of(kernel))
+    queries.values.abs_()
+    contexts.values[50] = value
+    right = exact_results(queries, contexts, torch.ones(5, 6), F_itm.maxsim_scores, direction="both")
+    operands = operands_of(queries, contexts)
+    found = [kernels.scores(*operands, kernel=kernel, direction="both")]
+    found += kernels.gradients(np.ones((5, 6), np.float32), *operands, kernel=kernel, direction="both")
+    for actual, expected in zip(found, right, strict=True):
+        rows, finite = rows_of(actual, kernel), expected.isfinite()
+        assert torch.equal(rows.isfinite(), finite)
+        assert torch.allclose(rows[finite], expected[finite], rtol=2**-7, atol=1e-5)
+    if kernel in ("bf16", "fp16"):
+        assert torch.allclose(rows_of(found[0]), right[0], atol=1e-5, equal_nan=True)
 
 
-def test_listed_pairs_have_the_bits_of_all_pairs(kernels: MaxsimKernels) -> None:
-    operands = operands_of(*sets())
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_listed_pairs_have_the_bits_of_all_pairs(kernels: MaxsimKernels, kernel: str) -> None:
+    operands = operands_of(*sets(dtype=dtype_of(kernel)))
     for direction in DIRECTIONS:
-        scores = kernels.scores(*operands, direction=direction)
-        listed = kernels.scores(*operands, pairs=PAIRS.numpy(), direction=direction)
+        scores = kernels.scores(*operands, kernel=kernel, direction=direction)
+        listed = kernels.scores(*operands, kernel=kernel, pairs=PAIRS.numpy(), direction=direction)
         assert listed.tobytes() == scores[PAIRS[:, 0], PAIRS[:, 1]].tobytes()
 
 

@@ -12,7 +12,7 @@ import torch
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
 from python_tests.shim.faults import planted, run_sanitized
-from python_tests.shim.maxsim_checks import check_maxsim
+from python_tests.shim.maxsim_checks import KERNELS, check_maxsim, dtype_of
 from python_tests.shim.shim_cases import outcomes
 from python_tests.shim.shim_maxsim import MaxsimKernels
 
@@ -85,9 +85,9 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
 
 def test_tensor_cores_that_truncate_keep_the_accuracy(tmp_path: Path) -> None:
     library = compile_driver("maxsim", tmp_path, "-DITM_FAST_SHIM_TRUNCATES")
-    for dtype in (torch.float32, torch.bfloat16):
-        sides = [random_fragments([4, 20], 300, dtype, seed=seed) for seed in range(2)]
-        check_maxsim(MaxsimKernels(library), *sides, reduction="mean", direction="both")
+    for kernel in KERNELS:
+        sides = [random_fragments([4, 20], 300, dtype_of(kernel), seed=seed) for seed in range(2)]
+        check_maxsim(MaxsimKernels(library), *sides, kernel, reduction="mean", direction="both")
 
 
 @pytest.mark.thorough

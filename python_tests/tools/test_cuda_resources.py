@@ -16,6 +16,7 @@ from cuda_resources import Usage
 from device_loops import Loop
 from named_loops import NamedLoop, Wanted
 
+from benchmarks import kernels
 from python_tests.helpers.processes import ROOT
 
 REPORT = """\
@@ -214,6 +215,29 @@ def test_a_loop_above_the_goal_has_a_reason() -> None:
     assert {id(one) for one in found} == {id(one) for one in loop_reasons.REASONS}
     assert loop_reasons.section(loops) in text
     assert loop_reasons.section(dict.fromkeys(loops, loop_reasons.GOAL)) == ""
+
+
+def test_a_reason_names_the_gpus_on_which_issue_slots_bind() -> None:
+    """By the counts of the committed page. The limits follow from the rates of the cost model."""
+    limits = {
+        device: 16 * (kernels.SCHEDULERS * kernels.HMMA_OPERATIONS / (gpu.tensor_operations * gpu.mma_share) - 1)
+        for device, gpu in kernels.GPUS.items()
+    }
+    assert {device: round(limit) for device, limit in limits.items()} == loop_reasons.LIMITS
+    architectures = [f"sm_{number}" for number in cuda_resources.ARCHITECTURES]
+    text = cuda_resources.PAGE.read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.split("\n## ")[1].splitlines() if line.startswith("| `")]
+    bound = 0
+    for kernel, tensor, _, counts, *_ in rows:
+        found = counts.split("/") if "/" in counts else [counts] * len(architectures)
+        of_architecture = dict(zip(architectures, map(float, found), strict=True))
+        reason = loop_reasons.reason_of(kernel.strip("` "), int(tensor))
+        sentence = re.search(r"Bound by issue slots on an (\w+)(?: and an (\w+))?", reason.why if reason else "")
+        # The page rounds counts to a tenth.
+        above = [d for d, gpu in kernels.GPUS.items() if of_architecture[gpu.code] > limits[d] + 0.05]
+        assert above == [device for device in (sentence.groups() if sentence else ()) if device], (kernel, tensor)
+        bound += bool(above)
+    assert bound
 
 
 SOURCE = """\

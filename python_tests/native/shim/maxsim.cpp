@@ -89,5 +89,7 @@ const char* run(const Settings& s, const S* queries, const int64_t* query_offset
   }
 ITM_FAST_MAXSIM(float, 3, float32)
 #ifndef ITM_FAST_FLOAT32_ALONE
-ITM_FAST_MAXSIM(BFloat16, 1, bfloat16)
+ITM_FAST_MAXSIM(float, 2, float32_as_bf16x3)
+ITM_FAST_MAXSIM(BFloat16, 1, bf16)
+ITM_FAST_MAXSIM(Half, 1, fp16)
 #endif
