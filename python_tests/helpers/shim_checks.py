@@ -129,6 +129,18 @@ def check_one_launch(kernels: OneLaunchKernels, scores: Tensor, anchor_scores: T
         assert_equal(torch.from_numpy(gradient), of_scores, f"{name} in one launch: gradient")
 
 
+def check_scaling(kernels: OneLaunchKernels, dtype: type) -> None:
+    """Check that `scale_gradient` multiplies numbers other than zero, and changes no bit if the factor is 1."""
+    gradient = np.random.default_rng(0).choice([0.0, 0.0, -1.5, 2.0], 1000).astype(dtype)
+    for factor in (1.0, -0.3, 0.0, math.inf, math.nan):
+        scaled = kernels.scale(gradient, factor)
+        with np.errstate(invalid="ignore"):
+            right = np.where(gradient == 0, gradient, gradient * np.array(factor, dtype))
+        assert_equal(torch.from_numpy(scaled), torch.from_numpy(right), "scale_gradient")
+    special = np.array([math.nan, math.inf, -0.0, 1e-45], dtype)
+    assert kernels.scale(special, 1.0).tobytes() == special.tobytes(), "scale_gradient: wrong bits"
+
+
 def check_hardest(
     kernels: TripletKernels, scores: Tensor, positives: Tensor | None, *, large: bool = False, seed: int = 0
 ) -> None:

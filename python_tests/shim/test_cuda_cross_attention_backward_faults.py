@@ -18,7 +18,7 @@ pytestmark = pytest.mark.shim
 
 DRIVER = "cross_attention_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
-LISTS, PARTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD = (
+LISTS, PARTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD, LAUNCH = (
     f"{KERNELS}{name}.h"
     for name in (
         "pair_lists",
@@ -31,6 +31,7 @@ LISTS, PARTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD = (
         "backward_chunk",
         "set_gradients",
         "cross_attention_backward",
+        "cross_attention_backward_launch",
     )
 )
 ERROR = r"^backward: gradient of the (queries|contexts): error"
@@ -136,6 +137,10 @@ FAULTS = {
         for number, step in ((2, "differentiate_pairs"), (3, "sum_lists"))
     },
     "the sums of earlier chunks are dropped": ((SETS, "if (!chunk.is_first) sum += to.sums[at];", ""), ERROR),
+    "Gram matrices lie over the numbers of a chunk": (
+        (LAUNCH, "p.numbers = workspace.take<float>(p.room);", "p.numbers = workspace.take<float>(p.room / 2);"),
+        ERROR,
+    ),
     "the last pair of a chunk reaches into the next room": (
         (CHUNK, "(p.room - static_cast<int64_t>(*p.lists.largest)) / 16 * 16", "p.room"),
         r"^backward: ",

@@ -20,11 +20,11 @@ from python_tests.shim.shim_cases import outcomes
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS = (
+PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS, LAUNCH = (
     f"{KERNELS}{name}.h"
     for name in (
         *("tile_product", "cross_attention", "attention_pair", "long_pairs", "long_tiles", "set_tiles"),
-        *("tile_pairs", "set_gram", "set_products"),
+        *("tile_pairs", "set_gram", "set_products", "cross_attention_launch"),
     )
 )
 
@@ -161,6 +161,14 @@ FAULTS = {
     "no long contexts cancel": (
         (LONG_TILES, "if (norm.is_lost()) {", "if (norm.square < 0.0f) {"),
         r"^long contexts that cancel: error",
+    ),
+    "no block for the norms of the last queries": (
+        (LAUNCH, "(p.queries.n_rows + kNormRows - 1) / kNormRows;", "p.queries.n_rows / kNormRows;"),
+        r"^short sets: error",
+    ),
+    "no Gram matrices of long sets": (
+        (LAUNCH, "p.gram_width = gram_width;", "p.gram_width = Tile::kRows;"),
+        r"^long (sets|tiles|contexts that cancel): error",
     ),
     "missing barrier before a long pair's next products": (
         (LONG, "barrier();  // Whatever was there has been read.", ""),

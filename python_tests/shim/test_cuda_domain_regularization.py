@@ -127,7 +127,9 @@ def test_what_is_not_wanted_is_left_alone(kernels: DomainKernels) -> None:
 
 # Planted faults
 
-FORWARD, BACKWARD = (f"csrc/include/itm_fast/cuda/domain_regularization{part}.h" for part in ("", "_backward"))
+FORWARD, BACKWARD, LAUNCH = (
+    f"csrc/include/itm_fast/cuda/domain_regularization{part}.h" for part in ("", "_backward", "_launch")
+)
 FAULTS = {
     "missing barrier before the next rows": (
         (FORWARD, "barrier();  // All have read what was held before.", ""),
@@ -144,6 +146,10 @@ FAULTS = {
     "a negative's own risk taken from the pair": (
         (FORWARD, "has_foreign_features(kind) ? load_coherent(p.risks + other) : own;", "own;"),
         r"^regularization: error",
+    ),
+    "no block for the gradient of the last weights": (
+        (LAUNCH, "(p.dim + kDomainThreads) / kDomainThreads", "p.dim / kDomainThreads"),
+        r"^weights: error",
     ),
     "dropped gradient of the negatives' own risks": (
         (

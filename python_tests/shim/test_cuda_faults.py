@@ -31,6 +31,7 @@ from python_tests.helpers.shim_checks import (
     check_one_launch,
     check_product,
     check_ranks,
+    check_scaling,
     check_triplet,
 )
 from python_tests.shim.faults import planted, run_sanitized
@@ -43,6 +44,7 @@ TRIPLET, BACKWARD, TOGETHER, TILE, RANKS = (
     KERNELS + name
     for name in ("triplet_loss.h", "triplet_loss_backward.h", "triplet_loss_gradient.h", "score_tile.h", "retrieval.h")
 )
+LAUNCH = KERNELS + "triplet_launch.h"
 BOOSTING = KERNELS + "boosting_problem.h"
 FRAGMENTS, PRODUCT = KERNELS + "fragments.h", "python_tests/native/shim/product.h"
 
@@ -80,6 +82,7 @@ def check_all_together(library: Path) -> None:
     scores, anchor = (torch.randint(-4, 5, (2, 70, 70), generator=generator) / 4).unbind()
     for seed, mining in enumerate(("hardest", "all")):
         check_one_launch(OneLaunchKernels(library), scores, anchor, mining=mining, margin=0.25, blocks=5, seed=seed)
+    check_scaling(OneLaunchKernels(library), np.float32)
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {
@@ -186,6 +189,18 @@ FAULTS = {
     "missing barrier between the tiles of a block": (
         ("one_launch", TOGETHER, "barrier();  // All have read what the warps found before the next tile.", ""),
         r"shared array '(best|index|sum)_of_warps': (race at|read of) index \d+",
+    ),
+    "zeros of a gradient that are multiplied": (
+        ("one_launch", TOGETHER, "if (value != T(0)) p.gradient[i]", "p.gradient[i]"),
+        r"^scale_gradient: wrong numbers",
+    ),
+    "numbers of a gradient that two blocks multiply": (
+        ("one_launch", TOGETHER, "step = grid_blocks() * block_threads();", "step = block_threads();"),
+        r"^scale_gradient: wrong numbers",
+    ),
+    "losses of the columns in place of those of the rows": (
+        ("triplet", LAUNCH, "p.columns = {values + of_rows,", "p.columns = {values,"),
+        r"^triplet_loss, (hardest|all): loss: wrong numbers",
     ),
     "ties never count in ranks": (
         ("retrieval", RANKS, "(pessimistic && score == own)", "(pessimistic && score > own)"),

@@ -18,7 +18,9 @@ from python_tests.shim.shim_maxsim import MaxsimKernels
 
 pytestmark = pytest.mark.shim
 
-SCORES, BACKWARD = (f"csrc/include/itm_fast/cuda/{name}.h" for name in ("maxsim", "maxsim_backward"))
+SCORES, BACKWARD, LAUNCH = (
+    f"csrc/include/itm_fast/cuda/{name}.h" for name in ("maxsim", "maxsim_backward", "maxsim_launch")
+)
 SMALL = ("-DITM_FAST_FLOAT32_ALONE",)
 ERROR = r"^maxsim: {}: error"
 
@@ -67,6 +69,10 @@ FAULTS = {
     ),
     "pairs of all sets are added to each": (
         (BACKWARD, "(kOfQueries ? pair.query : pair.context) == set_", "true"),
+        ERROR.format("(queries|contexts)"),
+    ),
+    "a listed pair has no room for the last row of the longest set": (
+        (LAUNCH, "slot = is_by_pairs ? room : 0;", "slot = is_by_pairs ? room - 1 : 0;"),
         ERROR.format("(queries|contexts)"),
     ),
 }  # fmt: skip

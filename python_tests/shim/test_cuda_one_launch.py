@@ -6,7 +6,6 @@ with the reference; here both forms must agree bit for bit.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from python_tests.helpers.shim import (
     call,
     compiled_driver,
 )
-from python_tests.helpers.shim_checks import array, check_one_launch, choose
+from python_tests.helpers.shim_checks import array, check_one_launch, check_scaling, choose
 
 pytestmark = pytest.mark.shim
 
@@ -123,15 +122,7 @@ def test_a_thousand_rows_in_large_tiles(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_gradient_is_multiplied_by_the_incoming_one(kernels: Kernels, dtype: type) -> None:
-    gradient = np.random.default_rng(0).choice([0.0, 0.0, -1.5, 2.0], 1000).astype(dtype)
-    for factor in (1.0, -0.3, 0.0, math.inf, math.nan):
-        scaled = kernels[0].scale(gradient, factor)
-        with np.errstate(invalid="ignore"):
-            expected = np.where(gradient == 0, gradient, gradient * np.array(factor, dtype))
-        assert np.array_equal(scaled, expected, equal_nan=True)
-    # A factor of one leaves every gradient unchanged, even a non-finite one.
-    special = np.array([math.nan, math.inf, -0.0, 1e-45], dtype)
-    assert kernels[0].scale(special, 1.0).tobytes() == special.tobytes()
+    check_scaling(kernels[0], dtype)
 
 
 # Tests of the grid barrier in the shim

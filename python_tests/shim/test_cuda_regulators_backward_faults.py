@@ -95,6 +95,10 @@ FAULTS = {
         (LISTS, "listed = context < n_contexts &&", "listed = context < n_contexts - 1 &&"),
         ERROR,
     ),
+    "no block packs the last rows of the turned layers": (
+        (LAUNCH, "(rows + kPackedRows - 1) / kPackedRows;", "rows / kPackedRows;"),
+        ERROR,
+    ),
     "a step is multiplied before its copies have landed": (
         (ROW_SUMS, "wait_copies<kRing - 2>();", "wait_copies<kRing - 1>();"),
         r"shared array '(coefficients|rows)': (.*copy|race at)",

@@ -20,8 +20,8 @@ from python_tests.shim.shim_regulators import RegulatorKernels
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
-    f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")
+TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM, LAUNCH = (
+    f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem", "_launch")
 )
 ATTENTION = f"{KERNELS}regulation_attention.h"
 LONG = r"^long sets: error"
@@ -146,6 +146,10 @@ FAULTS = {
         (PROBLEM, "p.grams + first * p.gram_width);", "p.grams + 0 * first);"),
         r"^scores: error",
     ),
+    "no block packs the last rows": (
+        (LAUNCH, "(rows + kPackedRows - 1) / kPackedRows;", "rows / kPackedRows;"),
+        r": error",
+    ),
     "transposed contexts of the set before": (
         (PROBLEM, "return (contexts.offset(set) + 7 * set) / 8 * 8;", "return set / 2 * 8;"),
         r"^scores: error",
@@ -181,8 +185,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
 @pytest.mark.thorough
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault allocates one slab too few."""
-    root = planted(tmp_path / "faulty", KERNELS + "regulation_launch.h", "slab.bytes * (sizes.blocks - 1)",
-                   "slab.bytes * (sizes.blocks - 2)")  # fmt: skip
+    root = planted(tmp_path / "faulty", LAUNCH, "slab.bytes * (sizes.blocks - 1)", "slab.bytes * (sizes.blocks - 2)")
     compile_driver("regulators", tmp_path, *SMALL, *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, "regulators")
     assert result.returncode != 0

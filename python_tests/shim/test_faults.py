@@ -18,3 +18,11 @@ def test_each_fault_has_one_place(name: str) -> None:
     for fault, ((*_, file, place, change), _) in faults.items():
         assert (ROOT / file).read_text().count(place) == 1, f"{fault}: {place}"
         assert change != place, fault
+
+
+def test_each_launch_header_has_a_fault() -> None:
+    modules = [importlib.import_module(f"python_tests.shim.{file.stem}") for file in FILES]
+    changed = {Path(file).name for module in modules for (*_, file, _, _), _ in module.FAULTS.values()}
+    headers = {header.name for header in (ROOT / "csrc/include/itm_fast/cuda").glob("*_launch.h")}
+    assert headers
+    assert headers <= changed, f"no planted fault in {', '.join(sorted(headers - changed))}"
