@@ -65,8 +65,10 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
     config |= _MEASURES[options.choice("measure", "gate_fusion_new", {name: name for name in _MEASURES})]
     options.mark_known(_TRAINING)
     pool = "final_reduce" if config["head"] == "sigmoid" and config["message_attention"] else "reduce_layer"
-    pools = {
-        f"{pool}_{number}.linear.": f"similarity.{to}.pool." for number, to in ((1, "to_regions"), (2, "to_words"))
+    weights: Names = {
+        **_SIMILARITY,
+        f"{pool}_1.linear.": "similarity.to_regions.pool.",
+        f"{pool}_2.linear.": "similarity.to_words.pool.",
     }
-    parts = [(image, {"": "image_encoder."}), (text, {"": "text_encoder."}), (similarity, {**_SIMILARITY, **pools})]
+    parts = [(image, {"": "image_encoder."}), (text, {"": "text_encoder."}), (similarity, weights)]
     return build_model("camp", config, parts, checkpoint.path)
