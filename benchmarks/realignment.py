@@ -23,9 +23,9 @@ from itm_fast import build_info, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.files import atomic
 from itm_fast.files.environment import environment
-from itm_fast.report.features import write_features
+from itm_fast.report.features import pooled_features, write_features
 from itm_fast.training import TrainConfig, run_folder, train
-from itm_fast.training.fdf.cross_model import cross_table, pooled_features, realign
+from itm_fast.training.fdf.cross_model import cross_table, realign
 
 __all__ = ["HOSTS", "markdown", "run"]
 
@@ -71,7 +71,7 @@ def run(
         test = PrecomputedDataset(data, "test", Vocabulary.from_file(runs["realigned"] / run_folder.VOCABULARY))
         tables[host] = cross_table(members, test)
     if figure is not None:
-        write_features(figure, pooled_features(members, test))
+        write_features(figure, {name: pooled_features(model, test) for name, model in members.items()})
     return {
         "format_version": FORMAT_VERSION,
         "environment": {

@@ -22,6 +22,7 @@ from itm_fast.cli.curves import curves
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
 from itm_fast.cli.explain import explain
+from itm_fast.cli.features import features
 from itm_fast.cli.model_list import models
 from itm_fast.cli.options import Command, Group
 from itm_fast.cli.realign import realign
@@ -48,7 +49,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: Any = (
-    demo, train, recipes, models, evaluate, score, search, serve, explain, speech, curves, realign, convert, bench,
+    demo, train, recipes, models, evaluate, score, search, serve, explain, speech, features, curves,
+    realign, convert, bench,
 )  # fmt: skip
 for command in _COMMANDS:
     app.command(cls=TrainCommand if command is train else Command)(command)

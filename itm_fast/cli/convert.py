@@ -20,8 +20,8 @@ def convert(
         str,
         typer.Option(
             metavar="NAME",
-            help="Source of the checkpoint: scan, bfan, pfan, sgraf, rcar, dbl, esa, naaf, chan, vse_infty, rvsepp, "
-            "oscar or laps.",
+            help="Source of the checkpoint: scan, bfan, camp, pfan, sgraf, rcar, dbl, esa, naaf, chan, vse_infty, "
+            "rvsepp, oscar or laps.",
         ),
     ],
     vocab: Annotated[

@@ -35,14 +35,14 @@ def realign(
 
     This is the cross-model realignment of FDF. Use two runs that differ only in the seed. The heads train on with the
     settings of their run, including its warm-up. The table has rsum for the images of each model with the captions of
-    each; the figure has the first two principal components of the features.
+    each; the figure shows the features of all models in a plane, by t-SNE.
     """
     from itm_fast import models
     from itm_fast.data import Vocabulary, open_split
     from itm_fast.files import atomic
     from itm_fast.files.run_files import VOCABULARY
-    from itm_fast.report.features import write_features
-    from itm_fast.training.fdf.cross_model import cross_table, pooled_features
+    from itm_fast.report.features import pooled_features, write_features
+    from itm_fast.training.fdf.cross_model import cross_table
     from itm_fast.training.fdf.cross_model import realign as train_heads
     from itm_fast.training.run import device_of
 
@@ -76,6 +76,6 @@ def realign(
     for name, row in table.items():
         typer.echo(f"images of {name:<{width}}" + "".join(f"{value:>{width}.1f}" for value in row.values()))
     if figure is not None:
-        write_features(figure, pooled_features(members, dataset))
+        write_features(figure, {name: pooled_features(model, dataset) for name, model in members.items()})
     if json_file is not None:
         atomic.write_text(json_file, json.dumps({"split": split, "rsum": table}, indent=2) + "\n")

@@ -79,7 +79,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="RCAR regulator: rcr, rar or rcar (scan, bfan, camp, sgraf); default: none.",
+            help="RCAR regulator: rcr, rar or rcar (scan, bfan, camp, pfan, sgraf); default: none.",
             rich_help_panel=RCAR,
         ),
     ] = None,

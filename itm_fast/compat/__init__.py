@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from itm_fast import config as settings
-from itm_fast.compat import bfan, chan, dbl, esa, laps, naaf, oscar, pfan, rcar, rvsepp, scan, sgraf, vse_infty
+from itm_fast.compat import bfan, camp, chan, dbl, esa, laps, naaf, oscar, pfan, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint, read_state_dict
 from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.files import atomic, regular
@@ -48,6 +48,7 @@ class Source:
 SOURCES: Mapping[str, Source] = {
     "scan": Source(scan.read),
     "bfan": Source(bfan.read),
+    "camp": Source(camp.read),
     "pfan": Source(pfan.read),
     "sgraf": Source(sgraf.read),
     "rcar": Source(rcar.read, has_mask=lambda _: True),

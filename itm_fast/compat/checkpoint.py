@@ -3,14 +3,16 @@
 Inside: `OfficialCheckpoint`, `StateDict`, `Weight`, `read_checkpoint`, `read_state_dict`, `load_file`.
 
 Both formats of torch are supported: zip files, and the older pickle streams, also those written by Python 2. Only
-tensors, plain containers and `argparse.Namespace` are loaded. Any other Python object is refused before it can run.
+tensors, plain containers, `argparse.Namespace` and `easydict.EasyDict` are loaded. Any other Python object is refused
+before it can run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,13 @@ from torch import Tensor
 from itm_fast.compat.options import Options
 from itm_fast.files import regular
 from itm_fast.files.messages import shown
-from itm_fast.files.torch_files import load_plain
+from itm_fast.files.torch_files import Allowed, load_plain
 
 __all__ = ["OfficialCheckpoint", "StateDict", "Weight", "load_file", "read_checkpoint", "read_state_dict"]
+
+
+# What options may consist of. The class of the package easydict, which need not be installed, is a dict.
+_OPTIONS = (argparse.Namespace, (OrderedDict, "easydict.EasyDict"))
 
 
 @attrs.frozen(eq=False)
@@ -91,7 +97,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
             the official layout. The message names the file and the key.
     """
     path = Path(path)
-    content = load_file(path, [argparse.Namespace])
+    content = load_file(path, _OPTIONS)
     for key in ("model", "opt"):
         if not isinstance(content, dict) or key not in content:
             raise ValueError(f"{path}: expected a dict with 'model' and 'opt', found no {key!r}")
@@ -132,8 +138,8 @@ def read_state_dict(path: str | os.PathLike[str], *, ignored_options: Iterable[s
     return OfficialCheckpoint(path, [StateDict("state_dict", weights)], options, epoch=None, best_rsum=None)
 
 
-def load_file(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
-    """Load tensors, plain values and objects of the classes `allowed`; ValueError naming the file otherwise."""
+def load_file(path: Path, allowed: Sequence[Allowed] = ()) -> Any:
+    """Load as `load_plain` does; ValueError naming the file if it is missing or refused."""
     if not regular.is_file(path):
         found = "expected a checkpoint file, found a folder" if path.is_dir() else "no such checkpoint file"
         raise ValueError(f"{path}: {found}")

@@ -16,7 +16,10 @@ import torch
 from itm_fast.files.messages import shortened
 from itm_fast.files.regular import native_path, open_file
 
-__all__ = ["RefusedError", "check_pickle", "load_plain"]
+__all__ = ["Allowed", "RefusedError", "check_pickle", "load_plain"]
+
+# A class that a file may name, or a class and the name that stands for it in the file.
+Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 # Largest weight of a tuple. Tuples in an honest file hold sizes, strides and the like.
 _MAX_WEIGHT = 10**4
@@ -39,9 +42,7 @@ _ALLOWED = {
 }
 
 
-def load_plain(
-    path: Path, allowed: Sequence[Callable[..., Any]] = (), *, checksums: bool = False, mapped: bool = False
-) -> Any:
+def load_plain(path: Path, allowed: Sequence[Allowed] = (), *, checksums: bool = False, mapped: bool = False) -> Any:
     """Load the content of a file to the CPU: dense tensors, plain values, and objects of the classes `allowed`.
 
     A tensor may claim more memory than the file has bytes; no memory is allocated before this is checked. `checksums`
@@ -53,12 +54,14 @@ def load_plain(
         ValueError: the file is damaged, would unpack to more bytes than it has, or names any other object. No code
             from the file was run. The message is only the reason; prepend the path.
     """
-    names = _ALLOWED.union(f"{one.__module__}.{one.__qualname__}" for one in allowed)
+    names = _ALLOWED.union(
+        one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in allowed
+    )
     with open_file(path) as file:
         return _load(Path(native_path(file.fileno(), path)), names, allowed, checksums, mapped)
 
 
-def _load(path: Path, names: set[str], allowed: Sequence[Callable[..., Any]], checksums: bool, mapped: bool) -> Any:
+def _load(path: Path, names: set[str], allowed: Sequence[Allowed], checksums: bool, mapped: bool) -> Any:
     try:
         if _is_archive(path):
             mapped &= _check_archive(path, names, checksums)

@@ -6,8 +6,8 @@ Image-Text Matching" (AAAI 2025); see `itm_fast.nn.feature_diversification` for 
 The host is split into extractor and heads. The base features of an image are its regions, or with
 `image_encoder: patches` the input of the last convolution for each patch, and with `image_encoder: backbone` the
 tokens of the vision model. Those of a caption are the states of its GRU or BERT. The layers of the host above them
-(linear layer, perceptron, pooling) become part of each conversion; a GRU has none. The host's similarity scores the
-fused features. Outside of training, only the fused features are used.
+(linear layer, perceptron, attention over regions, pooling) become part of each conversion; a GRU has none. The host's
+similarity scores the fused features. Outside of training, only the fused features are used.
 """
 
 from __future__ import annotations
@@ -89,7 +89,13 @@ class FDF(FragmentModel):
         elif isinstance(extractor, BackboneEncoder):
             head, width = "linear", extractor.width
             del extractor.fc
-        self.images = self._diversification(head, width, of_host.embed_dim, of_host.image_pooling if pooled else None)
+        self.images = self._diversification(
+            head,
+            width,
+            of_host.embed_dim,
+            of_host.image_pooling if pooled else None,
+            attention=getattr(of_host, "region_attention", False),
+        )
 
         words: nn.Module = host.get_submodule("text_encoder")
         head, width = "identity", of_host.embed_dim
@@ -101,12 +107,14 @@ class FDF(FragmentModel):
         self.text_encoder = words
         self.captions = self._diversification(head, width, of_host.embed_dim, of_host.text_pooling if pooled else None)
 
-        for name in ("image_encoder", "text_encoder", "image_pool", "text_pool"):
+        for name in ("image_encoder", "text_encoder", "image_pool", "text_pool", "region_attention"):
             if hasattr(host, name):
                 setattr(host, name, None)
         self.host = host
 
-    def _diversification(self, head: str, width: int, embed_dim: int, pooling: str | None) -> FeatureDiversification:
+    def _diversification(
+        self, head: str, width: int, embed_dim: int, pooling: str | None, *, attention: bool = False
+    ) -> FeatureDiversification:
         return FeatureDiversification(
             self.config.conversions,
             width,
@@ -114,6 +122,7 @@ class FDF(FragmentModel):
             head=head,
             conversion=self.config.conversion,
             residual=self.config.conversion_residual,
+            attention=attention,
             pooling=pooling,
             reweighting=self.config.reweighting,
             normalize_fused=self.config.normalize_fused,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from itm_fast.fragments import Fragments
-from itm_fast.nn.grouped import GroupedLinear, GroupedPooling, GroupedRowNorm, of_group
+from itm_fast.nn.grouped import GroupedAttention, GroupedLinear, GroupedPooling, GroupedRowNorm, of_group
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
@@ -42,8 +42,8 @@ __all__ = [
 HEADS = ("identity", "linear", "residual", "projected_residual", "mlp")
 CONVERSIONS = ("ffn", "adapter", "none")
 POOLINGS = (None, "mean", "gpo")
-# Generalized pooling has one module per conversion; all other weights have the conversions as their first dimension.
-_POOLS = "pool.pools."
+# Attention and generalized pooling have a module per conversion; other weights have the conversions as first dimension.
+_SEPARATE = ("attention.parts.", "pool.pools.")
 
 
 class FeatureConversions(nn.Module):
@@ -58,6 +58,7 @@ class FeatureConversions(nn.Module):
         conversion: layer after the head: "ffn"; "adapter" (d to d / 4 to d with a residual); "none" (Table 4). With
             "none", an identity head is replaced by a linear layer, so that there is something to learn.
         residual: add the input of "ffn" to its output.
+        attention: let the rows of each set attend to each other behind the head, as in `RegionAttention`.
         pooling: None for a local host, which keeps fragments; "mean" or "gpo" pools each set to one vector before the
             network.
 
@@ -74,6 +75,7 @@ class FeatureConversions(nn.Module):
         head: str = "linear",
         conversion: str = "ffn",
         residual: bool = False,
+        attention: bool = False,
         pooling: str | None = None,
     ) -> None:
         super().__init__()
@@ -105,6 +107,7 @@ class FeatureConversions(nn.Module):
                     GroupedLinear(count, hidden, embed_dim),
                 ]
             )
+        self.attention = GroupedAttention(count, embed_dim) if attention else None
         self.pool = None if pooling is None else GroupedPooling(count, pooling)
         self.network: nn.ModuleList | None = None
         if conversion != "none":
@@ -131,10 +134,11 @@ class FeatureConversions(nn.Module):
             inner, norm, outer = self.mlp
             added = outer(torch.relu(norm(inner(base.values if self.head == "residual" else rows, only), only)), only)
             rows = added if self.head == "mlp" else rows + added
-        if self.pool is not None:
-            if rows.dim() == 2:
-                rows = rows.expand(self.count if only is None else 1, *rows.shape)
-            rows = self.pool(base, rows, only)
+        for of_sets in (self.attention, self.pool):
+            if of_sets is not None:
+                if rows.dim() == 2:
+                    rows = rows.expand(self.count if only is None else 1, *rows.shape)
+                rows = of_sets(base, rows, only)
         if self.network is not None:
             inner, outer = self.network
             changed = outer(torch.relu(inner(rows, only)), only)
@@ -165,13 +169,13 @@ class FeatureConversions(nn.Module):
             )
         # All groups are parted at once, so that the backward puts their gradients together once, and each conversion
         # sees, and has a gradient for, its own weights alone.
-        grouped = {name: tensor.split(1) for name, tensor in self.named_parameters() if not name.startswith(_POOLS)}
-        pools = {name: tensor for name, tensor in self.named_parameters() if name.startswith(_POOLS)}
+        grouped = {name: tensor.split(1) for name, tensor in self.named_parameters() if not name.startswith(_SEPARATE)}
+        separate = {name: tensor for name, tensor in self.named_parameters() if name.startswith(_SEPARATE)}
         converted = []
         for number, base in enumerate(others, start=first):
             weights = {name: parts[number] for name, parts in grouped.items()}
-            own = f"{_POOLS}{number}."
-            weights |= {name: tensor for name, tensor in pools.items() if name.startswith(own)}
+            own = tuple(f"{prefix}{number}." for prefix in _SEPARATE)
+            weights |= {name: tensor for name, tensor in separate.items() if name.startswith(own)}
             converted.append(self._of_other(base, number, weights))
         return converted
 
@@ -217,9 +221,7 @@ class FeatureDiversification(nn.Module):
         feature_dim: width of the base features.
         embed_dim: width of a converted feature.
         head: as in `FeatureConversions`.
-        conversion: as in `FeatureConversions`.
-        residual: as in `FeatureConversions`.
-        pooling: as in `FeatureConversions`.
+        conversion, residual, attention, pooling: as in `FeatureConversions`.
         reweighting: use the weights of `FeatureReweighting`; False: the mean of the conversions (Table 3, "+ FC").
         normalize_fused: l2-normalise the sum; the paper does not print this.
     """
@@ -233,6 +235,7 @@ class FeatureDiversification(nn.Module):
         head: str = "linear",
         conversion: str = "ffn",
         residual: bool = False,
+        attention: bool = False,
         pooling: str | None = None,
         reweighting: bool = True,
         normalize_fused: bool = True,
@@ -240,7 +243,14 @@ class FeatureDiversification(nn.Module):
         super().__init__()
         self.count, self.normalize_fused, self.is_global = count, normalize_fused, pooling is not None
         self.conversions = FeatureConversions(
-            count, feature_dim, embed_dim, head=head, conversion=conversion, residual=residual, pooling=pooling
+            count,
+            feature_dim,
+            embed_dim,
+            head=head,
+            conversion=conversion,
+            residual=residual,
+            attention=attention,
+            pooling=pooling,
         )
         self.reweighting = FeatureReweighting(count, feature_dim, pooled=self.is_global) if reweighting else None
 

@@ -1,7 +1,8 @@
 """Layers that compute several groups with separate weights in one product.
 
-Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedPooling`, `of_group`. Activations are `(groups, rows, width)`:
-those of one group are contiguous. With `only`, that group alone is computed; the result is `(1, rows, width)`.
+Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedAttention`, `GroupedPooling`, `of_group`. Activations are
+`(groups, rows, width)`: those of one group are contiguous. With `only`, that group alone is computed; the result is
+`(1, rows, width)`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.pooling import mean_pool
+from itm_fast.nn.region_attention import RegionAttention
 
-__all__ = ["GroupedLinear", "GroupedPooling", "GroupedRowNorm", "of_group"]
+__all__ = ["GroupedAttention", "GroupedLinear", "GroupedPooling", "GroupedRowNorm", "of_group"]
 
 
 class GroupedLinear(nn.Module):
@@ -78,6 +80,19 @@ class GroupedRowNorm(nn.Module):
         training = self.training and only is None and count > 1
         normed = F.batch_norm(flat, mean, variance, weight, bias, training, self.momentum, self.eps)
         return normed.view(count, groups, width).transpose(0, 1)
+
+
+class GroupedAttention(nn.Module):
+    """Let the rows of each set attend to each other, by each group's `RegionAttention`."""
+
+    def __init__(self, groups: int, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(RegionAttention(width) for _ in range(groups))
+
+    def forward(self, sets: Fragments, rows: Tensor, only: int | None = None) -> Tensor:
+        """Rows (groups, R, d) of the R rows of `sets` to the same shape."""
+        parts = list(self.parts) if only is None else [self.parts[only]]
+        return torch.stack([part(sets.with_values(own)).values for part, own in zip(parts, rows, strict=True)])
 
 
 class GroupedPooling(nn.Module):

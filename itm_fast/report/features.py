@@ -1,57 +1,71 @@
-"""Embeddings of several models in one plane by principal components, as in Figure 2a of FDF.
+"""Embeddings of images and captions in a plane by t-SNE, as in Figure 2a of FDF and Figure 5 of DBL.
 
-Inside: `principal_components`, `write_features`.
+Inside: `pooled_features`, `write_features`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from itm_fast.data import PrecomputedDataset
+from itm_fast.evaluation.scoring import evaluation_mode
+from itm_fast.files.messages import printable, shortened
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel
+from itm_fast.nn import mean_pool
 from itm_fast.report.comparison import point_style, write_figure
+from itm_fast.report.neighbour_embedding import neighbour_embedding
 
-__all__ = ["principal_components", "write_features"]
+__all__ = ["pooled_features", "write_features"]
 
-
-def principal_components(rows: Tensor, count: int = 2) -> Tensor:
-    """Project rows onto their first principal components.
-
-    The sign of a component is chosen so that its entry of the largest magnitude is positive; figures are reproducible.
-
-    Args:
-        rows: `(n, d)`.
-        count: number of components.
-
-    Returns:
-        float64 `(n, count)`.
-    """
-    centred = rows.double() - rows.double().mean(0)
-    axes = torch.linalg.svd(centred, full_matrices=False).Vh[:count]
-    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
-    return centred @ (axes * largest.sign()).t()
+_SIDES = ("Images", "Captions")
+_COLUMNS, _MAX_NAME = 3, 40
 
 
-def write_features(path: str | os.PathLike[str], features: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Plot the images and the captions of several models, each in the plane of the first two principal components.
+def pooled_features(model: MatchingModel, dataset: PrecomputedDataset, count: int = 200) -> tuple[Tensor, Tensor]:
+    """Return vectors (n, d) of the first `count` images and of their first captions: means of fragments."""
+    images = torch.arange(min(count, dataset.n_images))
+    captions = torch.tensor([int((dataset.caption_image == image).nonzero()[0]) for image in images])
+    with evaluation_mode(model):
+        sides = (
+            model.encode_images(dataset.image_batch(images)),
+            model.encode_captions(*dataset.caption_batch(captions)),
+        )
+    first, second = (mean_pool(side) if isinstance(side, Fragments) else side for side in sides)
+    return first.cpu(), second.cpu()
 
-    The components are those of all models together.
+
+def write_features(
+    path: str | os.PathLike[str], features: Mapping[str, tuple[Tensor, Tensor]], *, by_model: bool = False
+) -> None:
+    """Plot images and captions of several models, each panel in a plane of its own.
 
     Args:
         path: figure to write, atomically; its suffix is one of `SUFFIXES`.
-        features: embeddings of images (n, d) and captions (m, d) of each model, by the name for the legend.
+        features: embeddings of images (n, d) and captions (m, d) of each model, by its name.
+        by_model: draw a panel for each model, with its images and captions, instead of a panel for the images of all
+            models and one for their captions.
 
     Raises:
         ValueError: the suffix is unknown.
     """
-    with write_figure(path, list(features), size=(9.0, 4.4), points=True) as figure:
-        for side, (axes, title) in enumerate(zip(figure.subplots(1, 2), ("Images", "Captions"), strict=True)):
-            parts = [both[side] for both in features.values()]
-            plane = principal_components(torch.cat(parts)).split([len(part) for part in parts])
+    panels = {side: {name: both[number] for name, both in features.items()} for number, side in enumerate(_SIDES)}
+    if by_model:
+        panels = {name: dict(zip(_SIDES, both, strict=True)) for name, both in features.items()}
+    columns = min(len(panels), _COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    kinds = list(next(iter(panels.values())))
+    with write_figure(path, kinds, size=(4.5 * columns, 4.2 * rows + 0.2), points=True) as figure:
+        for place, (title, parts) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, columns, place)
+            plane = neighbour_embedding(torch.cat(list(parts.values()))).split([len(part) for part in parts.values()])
             for number, points in enumerate(plane):
                 axes.plot(points[:, 0], points[:, 1], **point_style(number))
-            axes.set_title(title, loc="left")
-            axes.set_xlabel("first component")
-            axes.set_ylabel("second component")
+            axes.set_title(shortened(printable(title), _MAX_NAME), loc="left", parse_math=False)
+            # Distances on the page have no unit.
+            axes.tick_params(length=0, labelbottom=False, labelleft=False)

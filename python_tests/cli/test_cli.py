@@ -95,8 +95,9 @@ def test_train_help_all_lists_every_setting(
 
 
 COMMANDS = [
-    [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["speech"], ["curves"], ["realign"],
-    ["convert"], ["bench"], ["score"], ["data"], *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
+    [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["speech"], ["features"], ["curves"],
+    ["realign"], ["convert"], ["bench"], ["score"], ["data"],
+    *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
 ]  # fmt: skip
 
 

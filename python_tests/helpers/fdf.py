@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from itm_fast.nn import FeatureConversions, FeatureDiversification
+from itm_fast.nn import FeatureConversions, FeatureDiversification, RegionAttention
 from python_tests.helpers.pooling import pooled
 
 Sets = Sequence[Tensor]  # rows (length, width) of each set
@@ -39,6 +39,8 @@ def converted(conversions: FeatureConversions, sets: Sets, n: int, *, running: b
         added = [linear(outer, row.clamp(min=0)) for row in hidden]
         heads = added if conversions.head == "mlp" else [a + b for a, b in zip(heads, added, strict=True)]
     of_sets = list(torch.stack(heads).split([len(own) for own in sets]))
+    if conversions.attention is not None:
+        of_sets = [_attended(conversions.attention.parts[n], own) for own in of_sets]
     if conversions.pool is not None:
         pools = conversions.pool.pools
         of_sets = [(own.mean(0) if pools is None else pooled(pools[n], own))[None] for own in of_sets]
@@ -52,6 +54,22 @@ def converted(conversions: FeatureConversions, sets: Sets, n: int, *, running: b
         of_sets = [torch.stack([network(row) for row in own]) for own in of_sets]
     normed = [torch.stack([unit(row) for row in own]) for own in of_sets]
     return normed if conversions.pool is None else [own[0] for own in normed]
+
+
+def _attended(part: RegionAttention, own: Tensor) -> Tensor:
+    """Add to each row of a set what its heads attend to, row by row and head by head."""
+    centred = own - own.mean(1, keepdim=True)
+    normed = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * part.ln.weight + part.ln.bias
+    rows = normed @ part.attn.in_proj_weight.T + part.attn.in_proj_bias
+    query, key, value = (side.chunk(part.attn.num_heads, dim=1) for side in rows.chunk(3, dim=1))
+    result = []
+    for index in range(len(own)):
+        parts = []
+        for q, k, v in zip(query, key, value, strict=True):
+            powers = (k @ q[index] / q.shape[1] ** 0.5).exp()
+            parts.append(powers / powers.sum() @ v)
+        result.append(own[index] + part.attn.out_proj.weight @ torch.cat(parts) + part.attn.out_proj.bias)
+    return torch.stack(result)
 
 
 def fused(side: FeatureDiversification, sets: Sets) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""Hosts learn the bundled pictures within a few steps."""
+"""Hosts and other training methods learn the bundled pictures within a few steps."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from itm_fast import evaluation, models
 from itm_fast.data import CaptionDataset, PrecomputedDataset, Vocabulary, emoji
 from itm_fast.training import TrainConfig
+from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.step import Stepper
+from python_tests.helpers.runs import config, run
 
 PICTURES = 12  # of five captions each
 # Settings of each model.
@@ -64,3 +67,32 @@ def test_a_host_learns_the_bundled_pictures(words: Vocabulary, pictures: Precomp
         stepper(pictures.batch(captions), "all", number)
     learned = evaluation.evaluate(model, pictures, first_images=PICTURES)["rsum"]
     assert learned > 340
+
+
+# Settings of each method that other papers train with.
+METHODS: dict[str, dict[str, Any]] = {
+    "aoq": {"scenario": "aoq", "offline_candidates": 20},
+    "meta_spn": {"scenario": "meta_spn"},
+    "ncr": {"scenario": "ncr", "noise": 0.2},
+    "sam": {"scenario": "sam"},
+    "mpl": {"loss": "polynomial"},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_training_method_learns_the_bundled_pictures(tmp_path: Path, name: str) -> None:
+    """After a warm-up of all negatives, and still after as many epochs of the method."""
+    pictures, captions = emoji.patches(emoji.pictures("dev")[:PICTURES]), emoji.captions("dev")[: 5 * PICTURES]
+    for split in ("train", "dev"):
+        np.save(tmp_path / f"{split}_ims.npy", pictures)
+        (tmp_path / f"{split}_caps.txt").write_text("".join(f"{caption}\n" for caption in captions))
+    emoji.vocabulary().save(tmp_path / "vocab.json")
+    options = {"image_encoder": "patches", "embed_dim": 16, "word_dim": 16}
+    settings = {"epochs": 12, "warmup_epochs": 6, "batch_size": 30, "lr": 5e-3, "model_options": options}
+    best = run(config(tmp_path, tmp_path / "run", model="vsepp", **settings, **METHODS[name])).best
+    log = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    last = [line["rsum"] for line in log if line["kind"] == "validation"][-1]
+    assert last > 340
+    learned = models.load(tmp_path / "run")
+    dev = PrecomputedDataset(tmp_path, "dev", learned.tokenizer)
+    assert evaluation.evaluate(learned, dev)["rsum"] == pytest.approx(best["rsum"])

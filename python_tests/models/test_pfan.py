@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import attrs
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from itm_fast import cli, models
+from itm_fast import models
 from itm_fast.data import CaptionDataset, StoreDataset, open_split, pack
 from itm_fast.fragments import Fragments
 from itm_fast.nn.position_encoder import box_blocks
-from itm_fast.search import Index
 from itm_fast.training.fingerprint import fingerprints
 from python_tests.helpers.commands import error
 from python_tests.helpers.concepts import with_boxes
-from python_tests.helpers.runs import config, make_trainer, run, same, weights
+from python_tests.helpers.runs import config, make_trainer
 
 SIZES = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
 POSITIONS = {"position_grid": 4, "position_blocks": 5, "position_dim": 6}
@@ -184,34 +182,6 @@ def test_batches_have_the_boxes_of_their_regions(located: Path, tmp_path: Path) 
     whole = data.image_batch(batch.image_index)
     kept = [{tuple(row) for row in batch.features[index].tolist()} for index in (0, 1)]
     assert all(kept[index] <= {tuple(row) for row in whole[index].tolist()} for index in (0, 1))
-
-
-def test_a_run_resumes_evaluates_explains_and_is_indexed(
-    located: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = config(located, tmp_path / "whole", model="pfan", epochs=4, lr=1e-2, mining="all")
-    assert run(settings).best["rsum"] > 250
-    parts = attrs.evolve(settings, out=str(tmp_path / "parts"), epochs=2)
-    run(parts)
-    torch.manual_seed(99)
-    run(attrs.evolve(parts, epochs=4), resume=True)
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
-    common = ("--checkpoint", tmp_path / "whole", "--data", located)
-    page, out = tmp_path / "page.html", tmp_path / "index"
-    for command in (
-        ("evaluate", *common, "--split", "test", "--first-images", "8"),
-        ("explain", *common, "--caption", 3, "--out", page),
-        ("index", "build", "--out", out, *common, "--split", "test"),
-    ):
-        assert cli.run(list(map(str, command))) == 0, capsys.readouterr().err
-    assert "<svg" in page.read_text() or "<table" in page.read_text()
-    model = models.load(tmp_path / "whole")
-    data = open_split(located, "test", model.tokenizer)
-    model.prepare(data)
-    text = data.captions[0]
-    (found,) = Index.open(out).search([text], 1, of="images", exact=True)
-    scores = model.score(model.encode_images(data.image_batch(range(data.n_images))), model.encode_captions([text]))
-    assert found.hits[0].score == pytest.approx(float(scores.detach().max()), abs=1e-2)
 
 
 def test_data_without_boxes_are_refused(

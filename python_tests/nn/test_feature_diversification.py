@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from itm_fast import Fragments
+from itm_fast import Fragments, models
 from itm_fast.nn import FeatureConversions, FeatureDiversification, ImageEncoder, PatchEncoder, ResidualImageEncoder
 from itm_fast.nn.feature_diversification import CONVERSIONS
 from python_tests.helpers import fdf
@@ -57,11 +57,11 @@ def test_conversions_tell_small_features_apart_from_the_start(conversion: str) -
 @pytest.mark.parametrize("head", ["identity", "linear", "residual", "projected_residual", "mlp"])
 def test_conversions_and_the_fused_feature_equal_the_equations(head: str, conversion: str, pooling: str | None) -> None:
     """Values and the gradients of all weights and of the base features equal those of the equations."""
-    dims = (6, 6) if head == "identity" else (5, 6)
+    dims = (8, 8) if head == "identity" else (5, 8)
     side = shaken(
         FeatureDiversification(
             2, *dims, head=head, conversion=conversion, pooling=pooling, residual=conversion == "ffn" and head == "mlp",
-            reweighting=head != "mlp", normalize_fused=head != "residual",
+            attention=head in ("identity", "linear"), reweighting=head != "mlp", normalize_fused=head != "residual",
         )
     )  # fmt: skip
     sets = base(dims[0])
@@ -77,6 +77,16 @@ def test_conversions_and_the_fused_feature_equal_the_equations(head: str, conver
         gradients((rows * weight).sum(), *leaves), gradients((exact_rows * weight).sum(), *leaves), strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_each_conversion_has_the_attention_of_chan_over_regions() -> None:
+    torch.manual_seed(0)
+    options = {"vocab_size": 9, "feature_dim": 5, "embed_dim": 8, "word_dim": 4, "region_attention": True}
+    model = shaken(models.create("fdf", host="chan", host_options=options, conversions=2)).eval()
+    assert not any(name.startswith("host.region_attention") for name in model.state_dict())
+    sets = base(5)
+    expected = torch.cat(fdf.fused(model.images, sets.values.split(LENGTHS)))
+    torch.testing.assert_close(model.encode_images(sets).values, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_weights_start_with_the_mean() -> None:
@@ -142,13 +152,15 @@ def test_heads_start_and_compute_as_those_of_the_hosts() -> None:
             torch.testing.assert_close(conversions.mlp[1].running_var[n], norm.running_var)
 
 
-@pytest.mark.parametrize("pooling", [None, "gpo"])
-def test_conversions_of_another_batch_are_differentiated_where_the_loss_looks(pooling: str | None) -> None:
+@pytest.mark.parametrize(("pooling", "attention"), [(None, False), (None, True), ("gpo", False)])
+def test_conversions_of_another_batch_are_differentiated_where_the_loss_looks(
+    pooling: str | None, attention: bool
+) -> None:
     """The gradient equals that of converting all sets. Only sets with a gradient are converted again, and the running
     statistics do not change.
     """
     torch.manual_seed(0)
-    conversions = shaken(FeatureConversions(3, 5, 6, head="residual", pooling=pooling))
+    conversions = shaken(FeatureConversions(3, 5, 8, head="residual", pooling=pooling, attention=attention))
     lengths = [2, 4, 1, 3, 2]
     sets = base(5, lengths)
     statistics = copy.deepcopy(dict(conversions.named_buffers()))
@@ -175,11 +187,11 @@ def test_conversions_of_another_batch_are_differentiated_where_the_loss_looks(po
         assert torch.equal(buffer, statistics[name])
 
 
-@pytest.mark.parametrize("pooling", [None, "gpo"])
-def test_each_of_several_batches_has_a_conversion_of_its_own(pooling: str | None) -> None:
+@pytest.mark.parametrize(("pooling", "attention"), [(None, False), (None, True), ("gpo", False)])
+def test_each_of_several_batches_has_a_conversion_of_its_own(pooling: str | None, attention: bool) -> None:
     """Values equal those of the separate conversions. The gradients of the batches add up."""
     torch.manual_seed(0)
-    conversions = shaken(FeatureConversions(4, 5, 6, head="residual", pooling=pooling)).eval()
+    conversions = shaken(FeatureConversions(4, 5, 8, head="residual", pooling=pooling, attention=attention)).eval()
     others = [base(5, [2, 3], seed=7), base(5, [1, 4, 2], seed=8)]
     expected = [conversions(sets)[number] for number, sets in enumerate(others, start=2)]
     found = conversions.of_others(others, 2)

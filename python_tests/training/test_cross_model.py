@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from benchmarks import realignment
 from itm_fast import cli, evaluation, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
-from itm_fast.report.features import principal_components, write_features
+from itm_fast.report.features import pooled_features
 from itm_fast.training import Trainer
 from itm_fast.training.checkpoint import load_state
 from itm_fast.training.config import read_yaml
-from itm_fast.training.fdf.cross_model import extractor_of, pooled_features
+from itm_fast.training.fdf.cross_model import extractor_of
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.commands import error
 from python_tests.helpers.runs import OPTIONS, config, run, same, weights
@@ -79,7 +75,7 @@ def test_heads_are_trained_above_the_other_extractor(
     printed = capsys.readouterr().out
     assert f"{found['model 1']['model 2']:.1f}" in printed
     assert figure.read_bytes().startswith(b"\x89PNG")
-    pooled = pooled_features(members, test, 4)["model 2"]
+    pooled = pooled_features(members["model 2"], test, 4)
     torch.testing.assert_close(pooled[0], images["model 2"][:4].detach())
     torch.testing.assert_close(pooled[1], captions["model 2"][::5][:4].detach())
 
@@ -150,45 +146,6 @@ def test_frozen_parts_stay_in_evaluation_mode(data: Path, runs: list[Path]) -> N
     assert [words.dropout.p, words.dropout.training, words.rnn.training] == [0.2, False, False]
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert learning == {name for name, _ in model.named_parameters() if name.startswith("image_encoder.")}
-
-
-def test_components_are_those_of_the_covariance() -> None:
-    rows = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)) * torch.tensor([5.0, 3.0, 1, 1, 1, 1])
-    found = principal_components(rows)
-    centred = rows.double().numpy() - rows.double().numpy().mean(0)
-    _, vectors = np.linalg.eigh(centred.T @ centred)
-    expected = centred @ vectors[:, [-1, -2]]
-    np.testing.assert_allclose(np.abs(found.numpy()), np.abs(expected), rtol=1e-9, atol=1e-9)
-    assert torch.equal(principal_components(rows.clone()), found)
-
-
-def test_the_legend_of_features_shows_points_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each model has one colour and one shape in both panels and the legend; there are no lines."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **more: (figures.append(self), save(self, *args, **more))
-    )
-    generator = torch.Generator().manual_seed(0)
-    features = {
-        name: (torch.randn(7, 5, generator=generator), torch.randn(4, 5, generator=generator)) for name in "abc"
-    }
-    write_features(tmp_path / "features.png", features)
-    (figure,) = figures
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list("abc")
-
-    def looks(lines: Iterable[Line2D]) -> list[tuple]:
-        assert {line.get_linestyle() for line in lines} == {"None"}
-        return [(line.get_color(), line.get_marker()) for line in lines]
-
-    shown = looks(legend.legend_handles)
-    assert len(set(shown)) == len({marker for _, marker in shown}) == 3
-    for side, axes in enumerate(figure.axes):
-        assert looks(axes.lines) == shown
-        together = principal_components(torch.cat([both[side] for both in features.values()]))
-        drawn = np.concatenate([line.get_xydata() for line in axes.lines])
-        np.testing.assert_allclose(drawn, together.numpy(), rtol=1e-12)
 
 
 def test_the_committed_comparison_is_one_of_such_runs(

@@ -319,7 +319,9 @@ PUBLISHED |= {
         ("scan", f"scan-t2i-{data}", {"other_batches": "fresh"}),
         ("vse-bert", f"vse-infty-bert-{data}", {}),
         ("chan-bert", f"chan-bert-{data}", {}),
+        ("chan", f"chan-{data}", {"other_batches": "fresh"}),
     )
+    if host in PUBLISHED
     for model, numbers, options in [PUBLISHED[host]]
 }
 OSCAR = {

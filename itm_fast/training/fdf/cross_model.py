@@ -8,7 +8,7 @@ heads see new features. Afterwards, the images of each model are compared with t
 Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
 Image-Text Matching" (AAAI 2025), Eq 3 and Figure 2.
 
-Inside: `realign`, `cross_table`, `pooled_features`, `extractor_of`.
+Inside: `realign`, `cross_table`, `extractor_of`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from itm_fast import config as settings
 from itm_fast import evaluation, models
-from itm_fast.data import PrecomputedDataset, Vocabulary
-from itm_fast.evaluation.scoring import Gallery, evaluation_mode
+from itm_fast.data import Vocabulary
+from itm_fast.evaluation.scoring import Gallery
 from itm_fast.files.messages import shown
 from itm_fast.files.processors import set_threads
-from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
-from itm_fast.nn import BackboneEncoder, BertTextEncoder, PatchEncoder, TextEncoder, mean_pool
+from itm_fast.nn import BackboneEncoder, BertTextEncoder, PatchEncoder, TextEncoder
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
@@ -37,7 +36,7 @@ from itm_fast.training.progress import TrainResult
 from itm_fast.training.run import load_data
 from itm_fast.training.trainer import Trainer
 
-__all__ = ["cross_table", "extractor_of", "pooled_features", "realign"]
+__all__ = ["cross_table", "extractor_of", "realign"]
 
 
 def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
@@ -170,23 +169,3 @@ def cross_table(members: Mapping[str, MatchingModel], dataset: Gallery) -> dict[
         }
         for images, first in members.items()
     }
-
-
-def pooled_features(
-    members: Mapping[str, MatchingModel], dataset: PrecomputedDataset, count: int = 200
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return, for each model, vectors (n, d) of the first `count` images and of their first captions: means of
-    fragments.
-    """
-    images = torch.arange(min(count, dataset.n_images))
-    captions = torch.tensor([int((dataset.caption_image == image).nonzero()[0]) for image in images])
-    found = {}
-    for name, model in members.items():
-        with evaluation_mode(model):
-            sides = (
-                model.encode_images(dataset.image_batch(images)),
-                model.encode_captions(*dataset.caption_batch(captions)),
-            )
-        pooled = [mean_pool(side) if isinstance(side, Fragments) else side for side in sides]
-        found[name] = (pooled[0].cpu(), pooled[1].cpu())
-    return found
