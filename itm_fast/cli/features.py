@@ -26,14 +26,15 @@ def features(
     """Plot the embeddings of images and captions in a plane by t-SNE.
 
     Points that are close have similar embeddings. Of models with fragments, the figure shows the mean of an item's
-    fragments.
+    fragments. Needs scikit-learn: pip install 'itm_fast[tsne]'.
     """
     import torch
 
     from itm_fast.files import atomic
-    from itm_fast.report.features import pooled_features, write_features
+    from itm_fast.report.features import check_tsne, pooled_features, write_features
 
     atomic.check_target(out)
+    check_tsne()
     found = {}
     for run in checkpoint:
         model, vocabulary, _ = load_run(run, torch.device("cpu"), None)

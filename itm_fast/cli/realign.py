@@ -41,7 +41,7 @@ def realign(
     from itm_fast.data import Vocabulary, open_split
     from itm_fast.files import atomic
     from itm_fast.files.run_files import VOCABULARY
-    from itm_fast.report.features import pooled_features, write_features
+    from itm_fast.report.features import check_tsne, pooled_features, write_features
     from itm_fast.training.fdf.cross_model import cross_table
     from itm_fast.training.fdf.cross_model import realign as train_heads
     from itm_fast.training.run import device_of
@@ -49,6 +49,8 @@ def realign(
     for file in (figure, json_file):
         if file is not None:
             atomic.check_target(file)
+    if figure is not None:
+        check_tsne()
     for run in (extractor, heads):
         check_run(run)
     where = device_of(device)

@@ -1,6 +1,6 @@
 """Embeddings of images and captions in a plane by t-SNE, as in Figure 2a of FDF and Figure 5 of DBL.
 
-Inside: `pooled_features`, `write_features`.
+Inside: `check_tsne`, `pooled_features`, `write_features`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.nn import mean_pool
 from itm_fast.report.comparison import point_style, write_figure
-from itm_fast.report.neighbour_embedding import neighbour_embedding
 
-__all__ = ["pooled_features", "write_features"]
+__all__ = ["check_tsne", "pooled_features", "write_features"]
 
 _SIDES = ("Images", "Captions")
 _COLUMNS, _MAX_NAME = 3, 40
+_PERPLEXITY = 30.0
 
 
 def pooled_features(model: MatchingModel, dataset: PrecomputedDataset, count: int = 200) -> tuple[Tensor, Tensor]:
@@ -52,7 +53,7 @@ def write_features(
             models and one for their captions.
 
     Raises:
-        ValueError: the suffix is unknown.
+        ValueError: the suffix is unknown, or scikit-learn is not installed.
     """
     panels = {side: {name: both[number] for name, both in features.items()} for number, side in enumerate(_SIDES)}
     if by_model:
@@ -63,9 +64,29 @@ def write_features(
     with write_figure(path, kinds, size=(4.5 * columns, 4.2 * rows + 0.2), points=True) as figure:
         for place, (title, parts) in enumerate(panels.items(), start=1):
             axes = figure.add_subplot(rows, columns, place)
-            plane = neighbour_embedding(torch.cat(list(parts.values()))).split([len(part) for part in parts.values()])
+            plane = _in_plane(torch.cat(list(parts.values()))).split([len(part) for part in parts.values()])
             for number, points in enumerate(plane):
                 axes.plot(points[:, 0], points[:, 1], **point_style(number))
             axes.set_title(shortened(printable(title), _MAX_NAME), loc="left", parse_math=False)
             # Distances on the page have no unit.
             axes.tick_params(length=0, labelbottom=False, labelleft=False)
+
+
+def _in_plane(rows: Tensor) -> Tensor:
+    """Place rows (n, d) in the plane by t-SNE: float (n, 2), the same for the same rows."""
+    if bool((rows == rows[0]).all()):
+        return torch.zeros(len(rows), 2)  # scikit-learn would divide by their spread.
+    perplexity = min(_PERPLEXITY, (len(rows) - 1) / 3)
+    descent = check_tsne()(perplexity=perplexity, init="pca", random_state=0, method="exact")
+    return torch.from_numpy(descent.fit_transform(rows.numpy()))
+
+
+def check_tsne() -> Any:
+    """Return scikit-learn's class for t-SNE; ValueError without scikit-learn."""
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError:
+        raise ValueError(
+            "figure: the package scikit-learn is not installed; install it with pip install 'itm_fast[tsne]'"
+        ) from None
+    return TSNE
