@@ -145,8 +145,8 @@ FAULTS = {
     "missing barrier before the next piece": (
         (
             LONG_TILES,
-            "        barrier();  // Before the next product overwrites the scores.\n      }\n    }\n  }\n\n  ITM",
-            "      }\n    }\n  }\n\n  ITM",
+            "        barrier();  // Before the next product overwrites the scores.\n      }\n    }\n  }\n\n  template",
+            "      }\n    }\n  }\n\n  template",
         ),
         r"shared array '(scores|stages)': (race at|read of|write of) index \d+",
     ),

@@ -56,11 +56,13 @@ class LongTile {
     n_rows_ = context_starts[contexts_.n_sets];
     n_columns_ = query_starts[queries_.n_sets];
     multiply();
-    write_factors();
-    attend();
+    with_options(p_.options, [&](const auto& options) {
+      write_factors(options);
+      attend(options);
+    });
     if (contexts_.is_long) write_norms();
     write_cosines();
-    write_scores();
+    with_options(p_.options, [&](const auto& options) { write_scores(options); });
     barrier();  // All have read the shared memory and the slab.
   }
 
@@ -85,12 +87,13 @@ class LongTile {
     }
   }
 
-  ITM_FAST_DEVICE void write_factors() const {
+  template <typename Options>
+  ITM_FAST_DEVICE void write_factors(const Options& options) const {
     ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
     for (int i = thread_index(); i < n_rows_ * queries_.n_sets; i += Tile::kThreads) {
       const int row = i % n_rows_, set = i / n_rows_, first = query_starts[set], last = query_starts[set + 1];
       const auto score = [&](int j) { return raw(row, first + j); };
-      if (last > first) factors_[set * layout_.rows + row] = row_factor(score, last - first, p_.options);
+      if (last > first) factors_[set * layout_.rows + row] = row_factor(score, last - first, options);
     }
     for (int set = thread_index(); set < queries_.n_sets; set += Tile::kThreads) {
       const int last = query_starts[set + 1];
@@ -100,7 +103,8 @@ class LongTile {
   }
 
   // A thread per context set and query. The attention replaces the raw scores.
-  ITM_FAST_DEVICE void attend() const {
+  template <typename Options>
+  ITM_FAST_DEVICE void attend(const Options& options) const {
     ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
     for (int item = thread_index(); item < n_columns_ * contexts_.n_sets; item += Tile::kThreads) {
       const int column = item % n_columns_, set = item / n_columns_;
@@ -113,7 +117,7 @@ class LongTile {
         raw(row + k, column) = e;
         if (contexts_.is_long) transposed_[column * layout_.rows + k] = e;
       };
-      const ColumnAttention sums = attend_column(score, factor, store, n, p_.options);
+      const ColumnAttention sums = attend_column(score, factor, store, n, options);
       const int64_t at = set * layout_.columns + column;
       totals_[at] = sums.total;
       dots_[at] = sums.dot;
@@ -181,7 +185,8 @@ class LongTile {
     barrier();
   }
 
-  ITM_FAST_DEVICE void write_scores() const {
+  template <typename Options>
+  ITM_FAST_DEVICE void write_scores(const Options& options) const {
     ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
     ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
     for (int i = thread_index(); i < queries_.n_sets * contexts_.n_sets; i += Tile::kThreads) {
@@ -190,10 +195,10 @@ class LongTile {
       const bool is_empty = context_starts[set + 1] == context_starts[set] || last == first;
       CosineAggregate aggregate;
       for (int j = first; j < last && !is_empty; ++j) {
-        aggregate.add(squares_[set * layout_.columns + j], p_.options);
+        aggregate.add(squares_[set * layout_.columns + j], options);
       }
       p_.scores[score_place(p_, queries_.first_set + query, contexts_.first_set + set)] =
-          is_empty ? 0.0f : aggregate.result(last - first, p_.options);
+          is_empty ? 0.0f : aggregate.result(last - first, options);
     }
   }
 
