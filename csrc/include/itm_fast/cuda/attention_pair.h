@@ -78,16 +78,6 @@ struct DefaultPairOptions {
   static constexpr bool is_hard() { return false; }
 };
 
-// Calls run(options), with the defaults known at compile time if `options` are those.
-template <typename Run>
-ITM_FAST_DEVICE void with_options(const PairOptions& options, const Run& run) {
-  if (DefaultPairOptions::are(options)) {
-    run(DefaultPairOptions(options));
-  } else {
-    run(options);
-  }
-}
-
 // Functions below take either of the two types of options.
 
 // Statistics of one context's row of raw scores for the normalisation over the queries. The row may arrive in parts.
@@ -312,5 +302,15 @@ class CosineAggregate {
   float value_ = 0.0f, peak_ = 0.0f;
   bool is_empty_ = true;
 };
+
+// Calls run(options), with the defaults known at compile time if `options` are those.
+template <typename Run>
+ITM_FAST_DEVICE void with_options(const PairOptions& options, const Run& run) {
+  if (DefaultPairOptions::are(options)) {
+    run(DefaultPairOptions(options));
+  } else {
+    run(options);
+  }
+}
 
 }  // namespace itm_fast::cuda
