@@ -37,7 +37,7 @@ SET_ROWS, SET_SLICE_BYTES = 64, 256
 CHUNK, COLUMNS = 512, 128
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
-SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,"
+SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16, ProductTile<112, 128, 2, 4, 4, 256>, 1>"
 LONG_SCORES = "score_long_tiles<BFloat16, 1,"
 REGULATED, PREPARED_REGULATION = "regulate_tiles<BFloat16, 1,", "prepare_regulation<BFloat16,"
 RANKS = "count_ranks<float, ScoreTile<8, 8, 4>>"

@@ -117,7 +117,8 @@ def markdown(results: dict[str, Any]) -> str:
     where, cases = results["environment"], results["cases"]
     exact = ", ".join(f"{case['exact_queries']}" for case in cases)
     return (
-        f"{table(rows)}\n\nOne query with {CANDIDATES} candidates and {K} results, {where['threads']} threads; "
+        f"{table(rows)}\n\nOne query with {results['candidates']} candidates and {K} results, "
+        f"{where['threads']} threads; "
         f"{cases[0]['queries']} captions are queries, and {exact} of them are searched exactly, for recall. "
         '"in batches" and the following two are processor time of one query among many: of the search, of an exact '
         'search, and of the same scores in PyTorch without the native kernels. "for 0.95" is the number of candidates '
@@ -183,6 +184,7 @@ def measured(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     return {
         "environment": {**environment(options.threads, build_info()), "command": command},
         "load": os.getloadavg()[0],
+        "candidates": CANDIDATES,
         "encode_cpu_s_per_item": cases[-1]["encode_cpu_s_per_item"],
         "write_cpu_s_per_item": cases[-1]["write_cpu_s_per_item"],
         "cases": cases,

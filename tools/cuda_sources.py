@@ -37,7 +37,7 @@ def sources(root: Path = ROOT) -> list[Path]:
 
 
 def code(text: str) -> str:
-    """Return C++ without comments, and with one space for each run of white space outside strings."""
+    """Return C++ without comments, and with one space for each run of white space, also within strings."""
     kept = _COMMENT_OR_STRING.sub(lambda match: match[0] if match[0].startswith('"') else " ", text)
     return "\n".join(" ".join(line.split()) for line in kept.splitlines() if line.strip())
 

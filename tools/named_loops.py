@@ -77,7 +77,9 @@ class NamedLoop:
     copied: float
 
 
-_SCORES, _PREPARED, _REGULATED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,", "regulate_tiles<BFloat16, 1,"
+_SCORES, _REGULATED = "score_tile<BFloat16, 1,", "regulate_tiles<BFloat16, 1,"
+# For one direction of attention.
+_PREPARED = "prepare_scores<BFloat16, ProductTile<112, 128, 2, 4, 4, 256>, 1>"
 _PREPARED_REGULATION = "prepare_regulation<BFloat16,"
 _LONG_SCORES = "score_long_tiles<BFloat16, 1,"
 _MAXSIM, _GATHERED = "score_maxsim<BFloat16, 1>", "gather_maxsim<BFloat16>"
