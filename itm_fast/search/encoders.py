@@ -1,6 +1,6 @@
 """Encode pictures with a separate vision model, as `data import --encoder` does.
 
-Inside: `encoder_kind`, `encoded`, `is_encoder_kind`, `moved`.
+Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `moved`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from torch import Tensor
 
 from itm_fast.models.vision_folder import PictureEncoder, load_picture_encoder
 
-__all__ = ["encoded", "encoder_kind", "is_encoder_kind", "moved"]
+__all__ = ["EncoderError", "encoded", "encoder_kind", "is_encoder_kind", "moved"]
 
 # Layer, pool and digest of an encoder, and its folder.
 _KIND = re.compile(r"encoder (-?\d{1,4}) ([\w-]{1,20}) ([0-9a-f]{64}) (.+)", re.DOTALL)
 _BATCH = 32
+
+
+class EncoderError(ValueError):
+    """The encoder of an index cannot be loaded, or is another one. The message names its folder."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -60,7 +64,7 @@ def encoded(images: list[Image.Image], kind: str) -> Tensor:
     """Return the features (n, k, f) float32 of decoded pictures.
 
     Raises:
-        ValueError: the encoder cannot be loaded, or is not the one of the index. The message names its folder.
+        EncoderError: the encoder cannot be loaded, or is not the one of the index.
     """
     found = _KIND.fullmatch(kind)
     assert found is not None
@@ -68,8 +72,8 @@ def encoded(images: list[Image.Image], kind: str) -> Tensor:
     try:
         encoder = _loaded(folder, int(layer), pool)
     except ValueError as error:
-        raise ValueError(f"{error}; if the encoder was moved, name it with --encoder DIR") from None
+        raise EncoderError(f"{error}; if the encoder was moved, name it with --encoder DIR") from None
     if encoder.digest != digest:
-        raise ValueError(f"{folder}: not the encoder that made the features of the index, or it has changed")
+        raise EncoderError(f"{folder}: not the encoder that made the features of the index, or it has changed")
     pixels = torch.from_numpy(np.stack([encoder.preprocessing.square(image) for image in images]))
     return torch.cat([encoder(part) for part in pixels.split(_BATCH)]).to("cpu", torch.float32)

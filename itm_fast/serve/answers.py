@@ -14,6 +14,7 @@ from itm_fast.evaluation import Explanation
 from itm_fast.models import MatchingModel
 from itm_fast.nn import BackboneEncoder
 from itm_fast.search import Index, Item, Results
+from itm_fast.search.encoders import is_encoder_kind
 from itm_fast.serve.limits import Limits
 from itm_fast.serve.queue import Query
 from itm_fast.version import __version__
@@ -120,7 +121,7 @@ def explained(index: Index, explanation: Explanation, model: MatchingModel, text
 
 def _grid_side(kind: str, model: MatchingModel) -> int | None:
     """Return the regions per side of a picture, or None if the index holds features of unknown places."""
-    if not kind:
+    if not kind or is_encoder_kind(kind):
         return None
     side = emoji.GRID if kind == "emoji" else int(kind.partition("x")[2])
     encoder = getattr(model, "image_encoder", None)

@@ -19,6 +19,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from itm_fast.files.messages import shown
+from itm_fast.search.encoders import EncoderError
 from itm_fast.search.members import Models
 from itm_fast.serve.endpoints import Problem, endpoints
 from itm_fast.serve.errors import Refused, problem
@@ -101,6 +102,11 @@ def _handle_errors(app: FastAPI) -> None:
         message = str(error)
         return problem(404 if message.startswith("id: ") else 400, message)
 
+    async def of_encoder(_: Request, error: Any) -> JSONResponse:
+        # Its message names a folder of the server.
+        _log.error(str(error))
+        return problem(500, "the encoder of pictures is missing or has changed; the log of the service has details")
+
     async def of_parameter(_: Request, error: Any) -> JSONResponse:
         first = error.errors()[0]
         value = "" if first["type"] == "missing" else f", got {shown(first.get('input'))}"
@@ -115,6 +121,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(ValueError, of_value)
+    app.add_exception_handler(EncoderError, of_encoder)
     app.add_exception_handler(RequestValidationError, of_parameter)
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(Exception, unexpected)

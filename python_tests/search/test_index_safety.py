@@ -145,6 +145,11 @@ def test_a_full_disk_leaves_the_index_as_it_was(built: Path, train: CaptionDatas
         assert Index.open(path, scan()).search("red ball", 24) == before
     index.delete(["train0"])
     assert not files_of(path)
+    before = index.search("red ball", 23)
+    with no_file_above(500), pytest.raises(OSError, match="cannot be written: File too large"):
+        index.compact()
+    assert check(path) == []
+    assert Index.open(path, scan()).search("red ball", 23) == before
     with no_file_above(500), pytest.raises(OSError, match="cannot be written: File too large"):
         Index.build(scan(), train, tmp_path / "other", pooling="mean")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'other' / 'index.json'}: no such file, so")):

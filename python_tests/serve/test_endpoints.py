@@ -13,8 +13,10 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from itm_fast.data import emoji
-from itm_fast.search import Hit, Index
+from itm_fast.search import Hit, Index, encoder_kind, encoders
 from itm_fast.serve import Limits, create_app
+from python_tests.helpers.pictures import write_encoder, write_pictures
+from python_tests.helpers.search import scan
 
 PICTURE = {"content-type": "image/png"}
 
@@ -78,6 +80,39 @@ def test_an_explanation_has_the_attention_of_each_word(client: TestClient, serve
     for row, exact in zip(rows, weights.tolist(), strict=True):
         assert row == pytest.approx(exact, abs=1e-5)
         assert sum(row) == pytest.approx(1, abs=36e-5)
+
+
+@pytest.fixture
+def encoder_client(tmp_path: Path) -> Iterator[TestClient]:
+    """Serve an index whose features an encoder in `tmp_path / "vit"` made."""
+    write_encoder(tmp_path / "vit")
+    write_pictures(tmp_path / "pictures", 4)
+    scan(feature_dim=16).save(tmp_path / "run")
+    kind = encoder_kind(tmp_path / "vit")
+    Index.build(tmp_path / "run", str(tmp_path / "pictures"), tmp_path / "index", preprocessing=kind)
+    with TestClient(
+        create_app(tmp_path / "index"), base_url="http://127.0.0.1", raise_server_exceptions=False
+    ) as client:
+        yield client
+
+
+def test_regions_of_an_encoder_have_no_places(encoder_client: TestClient) -> None:
+    (hit,) = encoder_client.get("/search?q=red+ball&k=1").json()["hits"]
+    answer = encoder_client.get("/explain", params={"q": "red ball", "image": hit["id"]})
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["grid"], answer.json()["before"]) == (None, None)
+    assert answer.json()["score"] == pytest.approx(hit["score"], abs=1e-4)
+
+
+def test_a_lost_encoder_is_an_error_without_a_path(
+    encoder_client: TestClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "vit").rename(tmp_path / "moved")
+    encoders._loaded.cache_clear()
+    answer = encoder_client.post("/search?k=2", content=emoji.picture_png("test", 3), headers=PICTURE)
+    message = "the encoder of pictures is missing or has changed; the log of the service has details"
+    assert (answer.status_code, answer.json()) == (500, {"error": message})
+    assert str(tmp_path / "vit") in caplog.text
 
 
 def test_pictures_are_sent_once(client: TestClient, served_index: Path) -> None:
