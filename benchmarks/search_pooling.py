@@ -30,6 +30,7 @@ from itm_fast.search import learning
 from itm_fast.search.members import Members
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.rows import best_rows, chosen_rows, decoded_rows, encoded_rows
+from itm_fast.search.searching import SHORTLIST
 
 CANDIDATES = (10, 20, 50, 100, 200, 400)
 TOP = 10
@@ -71,10 +72,10 @@ def recalls(products: Tensor, best: Tensor) -> list[float]:
 
 
 def shortlist_recalls(products: Tensor, blended: Tensor, best: Tensor) -> list[float]:
-    """Return the recall by number of candidates if `blended` chooses them from a shortlist of 20 times as many."""
+    """Return the recall by number of candidates if `blended` chooses them from a shortlist, as a search does."""
     found = []
     for count in CANDIDATES:
-        near = products.topk(min(20 * count, products.shape[1])).indices
+        near = products.topk(min(SHORTLIST * count, products.shape[1])).indices
         chosen = near.gather(1, blended.gather(1, near).topk(count).indices)
         found.append(float((best[:, :, None] == chosen[:, None]).any(2).double().mean()))
     return found

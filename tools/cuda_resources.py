@@ -124,7 +124,8 @@ disassembly. Of loops with the same number of HMMA, longer ones for rare cases, 
 Loops include code that they skip, such as that for rows that a set does not have. The instructions per copy are the
 copy itself and those that compute its addresses and conditions. Loads from global memory are scalar if they have at
 most 4 bytes. Slow accesses go to local memory, or to memory of unknown kind. `.ci/run` fails if a loop exceeds its
-budget. Values that differ between architectures are listed in the order above.
+budget, or has slow accesses in a kernel that `MAY_SPILL` does not list. Values that differ between architectures are
+listed in the order above.
 
 """
 

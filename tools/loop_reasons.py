@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,14 +48,14 @@ REASONS = (
         (*_of_scores("float, 3,"), "score_long_tiles<"),
         (96,),
         f"{_SPLIT}, 264 for 24 pairs; 64 additions of slices; 30 for copies; 12 loads of fragments.",
-        "Below 91. Splitting in the first launch would copy 6 bytes per number instead of 4 and load half as many "
-        "fragments again. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
+        "Below 91. Splitting in the first launch would copy 6 bytes per number instead of 4, and load 1.5 times "
+        "the fragments. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
     ),
     Reason(
         _of_scores("float, 2,"),
         (48,),
         "Splitting 24 pairs in two parts: 144; 64 additions of slices; 30 for copies; 12 loads of fragments.",
-        "As many as an H200 issues beside its HMMA. Without slices, truncated sums would miss the accuracy of "
+        "Equal to the limit of an H200. Without slices, truncated sums would miss the accuracy of "
         '"high" ([Precision](design.md#6-precision)).',
     ),
     Reason(
@@ -62,8 +63,8 @@ REASONS = (
         (16,),
         "24 conversions, 30 for copies, 12 loads of fragments; the rest decides which products to skip.",
         'Bound by issue slots on an A100 and an H200. Only float32 rows with precision "medium" take this loop; 16-bit '
-        "rows, as under autocast, take one of 34. Two blocks per multiprocessor leave no registers for a loop without "
-        "decisions.",
+        "rows, as under autocast, take one with 32 to 36 other instructions. Two blocks per multiprocessor leave no "
+        "registers for a loop without decisions.",
     ),
     Reason(
         ("regulate_tiles<float, 3,", "differentiate_regulation<"),
@@ -82,22 +83,23 @@ REASONS = (
     Reason(
         ("regulate_tiles<float, 3,", "differentiate_regulation<"),
         (48,),
-        "As with 128 columns, with the same fragments of rows for half of the products.",
+        "As the loop of this kernel for 128 columns, with the same fragments of rows for half of the products.",
         "Bound by issue slots on an A100 and an H200: fragments are split for half as many products. Products with at "
-        "most 64 columns take this loop, such as those with the 36 contexts of a set. The loop for 128 columns with a "
-        "decision per product issues more, and its HMMA wait for one another.",
+        "most 64 columns take this loop, such as those with the 36 contexts of a set. Without it, they would take the "
+        "loop for 128 columns with a decision per product, which issues more, and whose HMMA wait for one another. Its "
+        "copies compute their sizes, as above.",
     ),
     Reason(
         ("regulate_tiles<float, 2,",),
         (24,),
-        "As with 128 columns, with the same fragments of rows for half of the products.",
+        "As the loop of this kernel for 128 columns, with the same fragments of rows for half of the products.",
         "Bound by issue slots on an A100 and an H200: fragments are split for half as many products. Only products of "
         'float32 rows with at most 64 columns and precision "high" take this loop.',
     ),
     Reason(
         ("regulate_tiles<BFloat16, 1,",),
         (16,),
-        "As with 128 columns, with the same fragments of rows for half of the products.",
+        "As the loop of this kernel for 128 columns, with the same fragments of rows for half of the products.",
         "Below 91. At most 64 columns. Shared memory takes longer than issue slots.",
     ),
     Reason(
@@ -112,7 +114,7 @@ REASONS = (
         f"{_SPLIT}, 220 for 20 pairs; 48 additions of slices; 40 loads of operands; 66 for copies; 35 to find the "
         "next term.",
         "Bound by issue slots on an H200. Storing the gradients in parts would save 132, but each kept step would "
-        "take half as much memory again.",
+        "take 1.5 times the memory. Its copies compute their sizes, as above.",
     ),
     Reason(
         ("prepare_regulation<float,", "prepare_scores<float,"),
@@ -131,12 +133,12 @@ REASONS = (
         ("prepare_scores<BFloat16,", "prepare_scores<Half,"),
         (32,),
         "12 loads of fragments, 21 for copies; the rest skips rows and columns that a set does not have.",
-        "Below 91.",
+        "Below 91: not bound by issue slots.",
     ),
     Reason(
         ("backpropagate_pairs<BFloat16>", "backpropagate_pairs<Half>"),
         (12,),
-        "Raw scores of a tile: 26 for copies; the rest loads fragments and skips rows and columns that a tile does not "
+        "Raw scores of a tile: 29 for copies; the rest loads fragments and skips rows and columns that a tile does not "
         "have.",
         "Below 91. The gradients of a tile's scores take longer, on the ordinary units.",
     ),
@@ -150,14 +152,15 @@ REASONS = (
     Reason(
         ("backpropagate_pairs<Half>",),
         (96,),
-        "Sums over a tile: loads of operands, additions of slices, splitting of float32 gradients.",
-        "Below 91.",
+        "Sums over a tile: loads of operands, additions of slices, splitting of float32 gradients; 12.3 per copy "
+        "on sm_90.",
+        "Below 91: not bound by issue slots.",
     ),
     Reason(
         ("backpropagate_pairs<float>",),
         (192,),
         "Sums over a tile: loads of operands, additions of slices, splitting of rows and gradients.",
-        "Below 91.",
+        "Below 91: not bound by issue slots.",
     ),
     Reason(
         ("backpropagate_pairs<",),
@@ -186,10 +189,17 @@ def section(loops: Mapping[tuple[str, int], tuple[int, int]]) -> str:
         above = [key for key, budget in loops.items() if is_above_goal(budget) and reason_of(*key) is one]
         if not above:
             continue
-        kernels = sorted({f"`{kernel.split('<')[0]}`" for kernel, _ in above})
+        kernels = sorted({f"`{_short(kernel)}`" for kernel, _ in above})
         cells = [", ".join(map(str, one.tensor)), ", ".join(kernels), one.instructions, one.why]
         lines.append(f"| {' | '.join(cells)} |")
     return HEAD + "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def _short(kernel: str) -> str:
+    """Leave out the tile and the loss: `score_tile<float, 3>`."""
+    name, arguments = kernel.removesuffix(">").split("<", 1)
+    kept = [one for one in re.split(r", (?![^<]*>)", arguments) if not one.endswith((">", "Tile112"))]
+    return f"{name}<{', '.join(kept[:2])}>" if kept else name
 
 
 HEAD = f"""

@@ -71,7 +71,7 @@ def build_command(
         typer.Option(
             metavar="NAME",
             help="How candidates are found: mean of the embeddings, or learned from the model's scores. Default: "
-            "learned if the training split is found.",
+            "learned, but mean for --pictures if the training data of RUN are not found.",
         ),
     ] = None,
     training_split: Annotated[

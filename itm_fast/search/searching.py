@@ -15,12 +15,12 @@ from itm_fast.search.queries import Queries
 from itm_fast.search.results import Hit, Results
 from itm_fast.search.snapshot import Side, Snapshot
 
-__all__ = ["CANDIDATES", "exact_hits", "search", "shortlist_places"]
+__all__ = ["CANDIDATES", "SHORTLIST", "exact_hits", "search", "shortlist_places"]
 
 CANDIDATES = 500
 _RESULTS = 10
 # Length of the shortlist per candidate.
-_SHORTLIST = 8
+SHORTLIST = 8
 # Items that are scored at a time.
 _TILE = 512
 
@@ -53,7 +53,7 @@ def search(
     else:
         scored = min(max(candidates, k) + any(position >= 0 for position in like), own.count)
         by_product, by_rows = _blend(snapshot, queries)
-        length = min(scored * _SHORTLIST, own.count) if by_rows else scored
+        length = min(scored * SHORTLIST, own.count) if by_rows else scored
         nearest = own.nearest(snapshot.pooling(queries.side, queries.encodings), length)
         ranked = []
         for number, (products, positions) in enumerate(nearest):
@@ -90,7 +90,7 @@ def shortlist_places(snapshot: Snapshot, query: Queries, side: str, wanted: Tens
     blended = by_product * products + by_rows * own.best_rows(query.one(0), positions, reverse=_reverse(query, side))
     # Fewer are before an item in the shortlist than among all items.
     before = (blended[None] >= blended[places, None]).sum(1) - 1
-    return torch.maximum(nearer // _SHORTLIST, before)
+    return torch.maximum(nearer // SHORTLIST, before)
 
 
 def _blend(snapshot: Snapshot, queries: Queries) -> tuple[float, float]:

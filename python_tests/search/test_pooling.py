@@ -134,7 +134,7 @@ def test_best_rows_of_the_shortlist_choose_the_candidates(
     train: CaptionDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, of: str
 ) -> None:
     """Of the 12 nearest pooled vectors, the 4 with the greatest MaxSim are scored, in plain loops."""
-    monkeypatch.setattr(searching, "_SHORTLIST", 3)
+    monkeypatch.setattr(searching, "SHORTLIST", 3)
     monkeypatch.setattr(writing, "SEGMENT_BYTES", 4000)
     index = Index.build(scan(), train, tmp_path / "index", pooling="mean", dtype=dtype, batch_size=5)
     assert min(sum(one.side == side for one in index.manifest.segments) for side in ("images", "captions")) > 1
