@@ -62,8 +62,6 @@ def run_child(change: Callable[[], object], calls: Calls, report: Path | None = 
         status = 1
         try:
             signal.alarm(STUCK)
-            # All forks share tqdm's semaphore: a child killed while holding it would stop this process, too.
-            tqdm.set_lock(threading.RLock())
             sys.setprofile(calls)
             change()
             sys.setprofile(None)
@@ -81,6 +79,9 @@ def run_child(change: Callable[[], object], calls: Calls, report: Path | None = 
 
 def main(data: Path, out: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
+    # Without it, all forks share a semaphore: a child killed while holding it would stop this process, too. A class
+    # derived from tqdm makes its own unless this one has a lock before.
+    tqdm.set_lock(threading.RLock())
     faulthandler.register(signal.SIGALRM, chain=True)
     # A fork of a process with threads may inherit a lock that no thread releases.
     tqdm.monitor_interval = 0

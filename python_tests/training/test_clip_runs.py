@@ -25,7 +25,17 @@ from python_tests.helpers.bert import write_bert
 from python_tests.helpers.clip import LONGEST, WORDS, write_clip
 from python_tests.helpers.commands import error
 from python_tests.helpers.pictures import write_captions, write_encoder, write_pictures
-from python_tests.helpers.runs import config, differences, make_trainer, run, same, stop_at, weights, what_a_run_leaves
+from python_tests.helpers.runs import (
+    assert_trained_as_one,
+    config,
+    differences,
+    make_trainer,
+    run,
+    same,
+    stop_at,
+    weights,
+    what_a_run_leaves,
+)
 from python_tests.helpers.worlds import run_jobs
 
 
@@ -274,9 +284,7 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     for number, outcome in enumerate(run_jobs(jobs)):
         assert {status for status, _, _ in outcome} == {130 if number == 2 else 0}, outcome
     assert same(weights(tmp_path / "2"), weights(tmp_path / "stopped"))
-    alone, together = (weights(tmp_path / str(size)) for size in (1, 2))
-    for name, weight in alone.items():
-        torch.testing.assert_close(together[name], weight, rtol=1e-2, atol=2e-4, msg=name)
+    assert_trained_as_one(tmp_path / "2", tmp_path / "1")
 
 
 def test_a_resumed_run_keeps_its_architecture(folder: Path, tmp_path: Path) -> None:
