@@ -16,7 +16,7 @@ from itm_fast.search import Index
 from itm_fast.search.queries import of_texts
 from itm_fast.search.searching import CANDIDATES, shortlist_places
 
-__all__ = ["CANDIDATES", "K", "drop_from_cache", "search"]
+__all__ = ["CANDIDATES", "K", "drop_from_cache", "search", "texts_of"]
 
 K = 10
 _TILE = 512
@@ -33,7 +33,7 @@ def drop_from_cache(path: Path) -> None:
             os.close(number)
 
 
-def _texts(index: Index, count: int) -> list[str]:
+def texts_of(index: Index, count: int) -> list[str]:
     texts = emoji.captions("dev") + emoji.captions("test")
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(1))[:count].tolist()
     tokenizer = index.members.main.tokenizer
@@ -57,7 +57,7 @@ def search(path: Path, queries: int, exact: int) -> dict[str, float]:
     start = time.perf_counter()
     index = Index.open(path)
     cold = time.perf_counter() - start
-    texts = _texts(index, queries)
+    texts = texts_of(index, queries)
     members = index.members
     start = time.perf_counter()
     index.search(texts[0], K, candidates=CANDIDATES)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import search, search_engines, search_images, search_pooling
+from benchmarks import search, search_columns, search_engines, search_images, search_pooling
 from itm_fast.fragments import Fragments
+from itm_fast.search import Index
 from python_tests.helpers.processes import ROOT
+from python_tests.helpers.search import concepts, scan
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -79,25 +81,50 @@ def test_synthetic_images_have_the_mean_and_covariance_of_real_ones() -> None:
     torch.testing.assert_close(few.values.norm(dim=1), torch.ones(21))
 
 
-def test_a_shortlist_holds_twenty_times_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortlist_is_longer_than_the_candidates_chosen_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_pooling, "CANDIDATES", (1, 2))
+    monkeypatch.setattr(search_pooling, "SHORTLIST", 8)
     torch.manual_seed(0)
-    products, blended = torch.randn(3, 50), torch.randn(3, 50)
-    best = torch.randint(50, (3, 2))
-    shares = []
-    for count in (1, 2):
-        found = 0
-        for row in range(3):
-            near = sorted(range(50), key=lambda one: -float(products[row, one]))[: 20 * count]
-            chosen = sorted(near, key=lambda one: -float(blended[row, one]))[:count]
-            found += sum(one in chosen for one in best[row].tolist())
-        shares.append(found / 6)
-    assert search_pooling.shortlist_recalls(products, blended, best) == pytest.approx(shares)
+    products, blended = torch.randn(40, 50), torch.randn(40, 50)
+    best = torch.randint(50, (40, 2))
+
+    def expected(length: int) -> list[float]:
+        shares = []
+        for count in (1, 2):
+            found = 0
+            for row in range(40):
+                near = sorted(range(50), key=lambda one: -float(products[row, one]))[: length * count]
+                chosen = sorted(near, key=lambda one: -float(blended[row, one]))[:count]
+                found += sum(one in chosen for one in best[row].tolist())
+            shares.append(found / 80)
+        return shares
+
+    assert search_pooling.shortlist_recalls(products, blended, best) == pytest.approx(expected(8))
+    assert expected(8) != expected(20)
 
 
-@pytest.mark.parametrize("module", [search, search_engines, search_pooling])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_embeddings_of_candidates_are_read_from_each_store(data: Path, tmp_path: Path, dtype: str) -> None:
+    index = Index.build(scan(), concepts(data), tmp_path / "index", pooling="mean", dtype=dtype)
+    side = index.snapshot.sides["images"]
+    asked: list[torch.Tensor] = []
+
+    def shifted(positions: torch.Tensor) -> Fragments:
+        asked.append(positions)
+        rows = side.encodings(positions)[0]
+        return rows.with_values(rows.values + 0.25)
+
+    stores = {"index": lambda positions: side.encodings(positions)[0], "other": shifted}
+    found = search_columns.compared(index, stores, ["red ball dog", "blue dog"])
+    assert found["largest_difference"] == pytest.approx(0.25)
+    assert len(asked) == 4, "two rounds of two captions"
+    assert {*found["seconds"]} == {"index", "other", "scoring"}
+    assert all(0 < times["wall_p50"] <= times["wall_p99"] for times in found["seconds"].values())
+
+
+@pytest.mark.parametrize("module", [search, search_columns, search_engines, search_pooling])
 def test_the_tables_have_a_row_for_each_measurement(module: object) -> None:
     name = module.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
     results = json.loads((RESULTS / f"{name}.json").read_text())
-    measured = results.get("cases") or results.get("engines") or results["forms"]
+    measured = next(results[key] for key in ("cases", "engines", "forms", "seconds") if key in results)
     assert module.markdown(results).split("\n\n")[0].count("\n") == len(measured) + 1  # type: ignore[attr-defined]
