@@ -24,7 +24,7 @@ from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.files import atomic
 from itm_fast.files.environment import environment
 from itm_fast.report.features import pooled_features, write_features
-from itm_fast.training import TrainConfig, run_folder, train
+from itm_fast.training import TrainConfig, TrainResult, run_folder, train
 from itm_fast.training.fdf.cross_model import cross_table, realign
 
 __all__ = ["HOSTS", "markdown", "run"]
@@ -64,9 +64,9 @@ def run(
         for seed, name in enumerate(("model 1", "model 2")):
             progress(f"{host}, {name}, seed {seed}")
             chosen = {**settings, **bert, "seed": seed, "threads": threads}
-            train(TrainConfig(data=data, out=str(runs[name]), **chosen), progress=False)
+            _finished(train(TrainConfig(data=data, out=str(runs[name]), **chosen), progress=False))
         progress(f"{host}, realignment")
-        realign(*map(str, runs.values()), data=data, progress=False, threads=threads)
+        _finished(realign(*map(str, runs.values()), data=data, progress=False, threads=threads))
         members = {name: models.load(folder) for name, folder in runs.items()}
         test = PrecomputedDataset(data, "test", Vocabulary.from_file(runs["realigned"] / run_folder.VOCABULARY))
         tables[host] = cross_table(members, test)
@@ -82,6 +82,11 @@ def run(
         "images": test.n_images,
         "rsum": tables,
     }
+
+
+def _finished(result: TrainResult) -> None:
+    if not result.finished:
+        raise SystemExit("stopped by a signal; nothing was written")
 
 
 def _random_bert(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from itm_fast.training.config import read_yaml
 from itm_fast.training.fdf.cross_model import extractor_of
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.commands import error
-from python_tests.helpers.runs import OPTIONS, config, run, same, weights
+from python_tests.helpers.runs import OPTIONS, config, run, same, stop_at, weights
 
 WARM_UP = {"warmup_epochs": 1, "lr_warmup_steps": 4}
 
@@ -177,6 +177,17 @@ def test_the_committed_comparison_is_one_of_such_runs(
     assert [row for row in rows if row.startswith("| BERT")] == [
         f"| BERT | {' | '.join(f'captions of {name}' for name in names)} |"
     ]
+
+
+def test_a_stopped_comparison_trains_no_other_model(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emoji, "write_dataset", lambda _folder: data)
+    stop_at(monkeypatch, 1)
+    hosts = {"GRU": {"model": "vse_infty", "epochs": 1, "batch_size": 32, "model_options": OPTIONS}}
+    with pytest.raises(SystemExit, match="stopped by a signal"):
+        realignment.run(tmp_path, hosts=hosts)
+    assert [path.name for path in tmp_path.iterdir()] == ["GRU-model-1"]
 
 
 def test_bad_input_is_one_line_and_writes_nothing(
