@@ -36,6 +36,10 @@ help: ## Show this list.
 demo: build ## Train on the bundled emoji data, evaluate, write the report.
 	$(VENV)/bin/itm-fast demo $(ARGS)
 
+# Tests start processes with several threads. On busy cores, threads that spin at a barrier keep those that they wait for
+# from running: a training next to two busy processes took five times as long.
+test test-browser test-adapters test-rivals: export OMP_WAIT_POLICY = passive
+
 # The simulated kernels take a fifth of the time; without --thorough they run on demand: make test ARGS="-m shim".
 test: build ## Run the tests in two processes; ARGS=--thorough runs all, also CUDA and AMX kernels in the simulators.
 	$(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \

@@ -33,6 +33,7 @@ from benchmarks import (
     scaling,
     scenarios,
     search,
+    search_columns,
     search_engines,
     search_pooling,
 )
@@ -138,6 +139,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         ),
         "search_engines": measured(
             "search_engines", search_engines.markdown, "python -m benchmarks.search_engines --json {}"
+        ),
+        "search_columns": measured(
+            "search_columns",
+            search_columns.markdown,
+            "python -m benchmarks.search_columns --index runs/search/100000-bf16 --path DIR --json {}",
         ),
     },
     PERFORMANCE / "predictions.md": {"cost model": gpus},
