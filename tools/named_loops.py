@@ -24,9 +24,9 @@ HEAD = """
 ## Loops of the cost model
 
 [Predictions](../performance/predictions.md) multiplies these counts with amounts of work. `cuda_loops.json` holds them
-for every architecture. Instructions are those of a warp for one unit of work in every lane. `backpropagate_pairs` and
-`regulate_tiles` have branches that the default options never take, whose instructions count, too. A cycle of shared
-memory moves 128 bytes; conflicts between banks are not counted.
+for every architecture. Instructions are those of a warp for one unit of work in every lane. `regulate_tiles` has
+branches that the default options never take, whose instructions count, too. A cycle of shared memory moves 128 bytes;
+conflicts between banks are not counted.
 
 """
 

@@ -62,7 +62,7 @@ struct DefaultPairOptions {
   static constexpr float logsumexp_temperature = 1.0f;  // not used
   static constexpr Focal focal = Focal::none;
   static constexpr Aggregation aggregation = Aggregation::mean;
-  static constexpr bool small_logits = true;
+  static constexpr bool clips = true, small_logits = true;
 
   ITM_FAST_DEVICE explicit DefaultPairOptions(const PairOptions& options)
       : temperature(options.temperature), negative_slope(options.negative_slope) {}
@@ -78,7 +78,15 @@ struct DefaultPairOptions {
   static constexpr bool is_hard() { return false; }
 };
 
-// Functions below take either of the two types of options.
+// Either type of options for a gradient: the greatest numerator is exactly 1, so that opposite vectors cancel.
+template <typename Options>
+struct ExactOptions : Options {
+  static constexpr bool small_logits = false;
+
+  ITM_FAST_DEVICE explicit ExactOptions(const Options& options) : Options(options) {}
+};
+
+// Functions below take any of these types of options.
 
 // Statistics of one context's row of raw scores for the normalisation over the queries. The row may arrive in parts.
 struct RowStatistics {
@@ -294,7 +302,8 @@ class CosineAggregate {
     return value_;
   }
   // The derivative of the log-sum-exp with respect to one of its cosines.
-  ITM_FAST_DEVICE float share(float cosine, const PairOptions& options) const {
+  template <typename Options>
+  ITM_FAST_DEVICE float share(float cosine, const Options& options) const {
     return expf(options.logsumexp_temperature * (cosine - peak_)) / value_;
   }
 

@@ -36,11 +36,13 @@ class BlockScores {
   ITM_FAST_DEVICE void differentiate_sets() const {
     multiply_tile<kSetParts<S>, BlockTile>(RowRun<S>{rows(), n_rows_, p_.dim}, RowRun<S>{columns(), n_columns_, p_.dim},
                                            p_.dim, p_.is_aligned);
-    attend();
+    with_options(p_.options, [&](const auto& options) { attend(options); });
     multiply_by_grams();
     compare();
-    differentiate_columns();
-    differentiate_rows();
+    with_options(p_.options, [&](const auto& options) {
+      differentiate_columns(options);
+      differentiate_rows(options);
+    });
     store_weights();
     store_sums();
   }
@@ -105,23 +107,23 @@ class BlockScores {
   }
 
   // Attention in place of nothing: one thread per row, then per item.
-  ITM_FAST_DEVICE void attend() const {
+  template <typename Options>
+  ITM_FAST_DEVICE void attend(const Options& options) const {
     ITM_FAST_TILE_SCORES(BlockTile);
     ITM_FAST_DYNAMIC_SHARED(float, attention, Memory::kAttention, Memory::kMatrix);
     ITM_FAST_DYNAMIC_SHARED(float, factors, Memory::kFactors, Memory::kFactorCount);
     ITM_FAST_DYNAMIC_SHARED(int32_t, column_sets, Memory::kColumnSets, BlockTile::kColumns);
     each_row([&](int row, int set, int first, int n) {
       const auto raw = [&](int j) { return static_cast<float>(scores[row * kStride + first + j]); };
-      factors[set * BlockTile::kRows + row] = row_factor(raw, n, p_.options);
+      factors[set * BlockTile::kRows + row] = row_factor(raw, n, options);
     });
     barrier();
-    PairOptions options = p_.options;
-    options.small_logits = false;  // The greatest numerator must be exactly 1, so that opposite vectors cancel.
+    const ExactOptions<Options> exact(options);
     each_item([&](int, int column, int row, int n) {
       const int factors_at = column_sets[column] * BlockTile::kRows + row, at = row * kStride + column;
       const float total = attend_column([&](int k) { return static_cast<float>(scores[at + k * kStride]); },
                                         [&](int k) { return static_cast<float>(factors[factors_at + k]); },
-                                        [&](int k, float e) { attention[at + k * kStride] = e; }, n, options)
+                                        [&](int k, float e) { attention[at + k * kStride] = e; }, n, exact)
                               .total;
       for (int k = 0; k < n; ++k) attention[at + k * kStride] = attention[at + k * kStride] / total;
     });
@@ -188,7 +190,8 @@ class BlockScores {
   }
 
   // Through the aggregate, the cosines and the softmax over the contexts: `mixed` becomes the gradient of the logits.
-  ITM_FAST_DEVICE void differentiate_columns() const {
+  template <typename Options>
+  ITM_FAST_DEVICE void differentiate_columns(const Options& options) const {
     ITM_FAST_TILE_SCORES(BlockTile);
     ITM_FAST_DYNAMIC_SHARED(float, attention, Memory::kAttention, Memory::kMatrix);
     ITM_FAST_DYNAMIC_SHARED(float, mixed, Memory::kMixed, Memory::kMatrix);
@@ -202,14 +205,14 @@ class BlockScores {
       const int query = column_sets[column], first = query_starts[query], item = set * n_columns_ + column;
       const int64_t pair = (queries_.first_set + query) * p_.lists.contexts.n_sets + contexts_.first_set + set;
       const auto cosine = [&](int j) { return static_cast<float>(cosines[set * n_columns_ + first + j]); };
-      const float incoming = cosine_gradient(cosine, column - first, query_starts[query + 1] - first,
-                                             p_.lists.gradients[pair], p_.options);
+      const float incoming =
+          cosine_gradient(cosine, column - first, query_starts[query + 1] - first, p_.lists.gradients[pair], options);
       const CosineFactors factors(incoming, cosine(column - first), squares[item],
                                   p_.query_norms[queries_.first_row + column]);
       dots[item] = factors.dot;
       squares[item] = factors.square;
       norms[item] = factors.norm;
-      if (p_.options.is_hard()) return;  // Hard attention is a constant.
+      if (options.is_hard()) return;  // Hard attention is a constant.
       float along = 0.0f;
       for (int k = 0; k < n; ++k) {
         const int at = (row + k) * kStride + column;
@@ -226,21 +229,22 @@ class BlockScores {
   }
 
   // Through the normalisation over the queries and the clip: the raw scores become their gradients.
-  ITM_FAST_DEVICE void differentiate_rows() const {
+  template <typename Options>
+  ITM_FAST_DEVICE void differentiate_rows(const Options& options) const {
     ITM_FAST_TILE_SCORES(BlockTile);
     ITM_FAST_DYNAMIC_SHARED(float, mixed, Memory::kMixed, Memory::kMatrix);
     each_row([&](int row, int, int first, int n) {
       const int at = row * kStride + first;
       const auto raw = [&](int j) { return static_cast<float>(scores[at + j]); };
       const auto store = [&](int j, float gradient) { scores[at + j] = gradient; };
-      if (p_.options.is_hard()) {
+      if (options.is_hard()) {
         for (int j = 0; j < n; ++j) store(j, 0.0f);
         return;
       }
       RowStatistics statistics;
-      for (int j = 0; j < n; ++j) statistics.add(raw(j), p_.options);
+      for (int j = 0; j < n; ++j) statistics.add(raw(j), options);
       const auto logit = [&](int j) { return static_cast<float>(mixed[at + j]); };
-      differentiate_row(raw, logit, store, n, RowNorm(statistics, p_.options), p_.options);
+      differentiate_row(raw, logit, store, n, RowNorm(statistics, options), options);
     });
     barrier();
   }

@@ -7,8 +7,8 @@
 namespace itm_fast::cuda {
 
 // The gradient of cosine(j), given the gradient of the aggregate of all n.
-template <typename Cosine>
-ITM_FAST_DEVICE float cosine_gradient(const Cosine& cosine, int j, int n, float gradient, const PairOptions& options) {
+template <typename Cosine, typename Options>
+ITM_FAST_DEVICE float cosine_gradient(const Cosine& cosine, int j, int n, float gradient, const Options& options) {
   if (options.aggregation == Aggregation::sum) return gradient;
   if (options.aggregation == Aggregation::mean) return gradient / static_cast<float>(n);
   if (options.aggregation == Aggregation::max) {  // All of it to the first of the greatest, or to the first NaN.
@@ -44,8 +44,8 @@ struct CosineFactors {
 };
 
 // Through the aggregate and the cosines.
-ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, float gradient,
-                                           const PairOptions& options) {
+template <typename Options>
+ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, float gradient, const Options& options) {
   for (int j = thread_index(); j < n; j += kGradientThreads) {
     const float incoming = cosine_gradient([&](int i) { return numbers.cosine[i]; }, j, n, gradient, options);
     const CosineFactors factors(incoming, numbers.cosine[j], numbers.square[j], numbers.norm[j]);
@@ -79,9 +79,9 @@ ITM_FAST_DEVICE void differentiate_attention(const PairNumbers& numbers, int n_q
 // With the norm N of the clipped scores x, and u = x / N, the derivative of x / (N + e) maps the incoming gradient g,
 // divided by N + e, to g - v t + (e / (N + e)) v t, with t = sum g u, and v = u for l2, the signs of x for l1. In this
 // form the terms of a set of one query, with u = v = 1 or -1, cancel exactly.
-template <typename Raw, typename Logit, typename Store>
+template <typename Raw, typename Logit, typename Store, typename Options>
 ITM_FAST_DEVICE void differentiate_row(const Raw& raw_score, const Logit& logit, const Store& store, int n,
-                                       const RowNorm& row, const PairOptions& options) {
+                                       const RowNorm& row, const Options& options) {
   const bool softmax = options.is_softmax();
   const bool is_divided = (options.is_l2() || options.is_l1()) && !(row.norm == 0.0f);
   const auto unit = [&](float raw) {
@@ -108,8 +108,9 @@ ITM_FAST_DEVICE void differentiate_row(const Raw& raw_score, const Logit& logit,
 }
 
 // The raw scores become their gradients; one thread per context.
+template <typename Options>
 ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_queries, int n_contexts,
-                                        const PairOptions& options) {
+                                        const Options& options) {
   each_row(numbers, n_queries, n_contexts, options, [&](int k, const RowNorm& row) {
     const auto at = [&](int j) { return int64_t{j} * numbers.stride + k; };
     differentiate_row([&](int j) { return numbers.scores[at(j)]; }, [&](int j) { return numbers.mixed[at(j)]; },
@@ -150,14 +151,15 @@ ITM_FAST_DEVICE void differentiate_pair(const PairRows<S>& rows, float gradient,
                                         float* attended, const PairNumbers& numbers) {
   attend_pair(rows, options, numbers);
   compare_with_attended(rows, attended, numbers);
-  differentiate_cosines(numbers, rows.n_queries, gradient, options);
-  barrier();
-  if (!options.is_hard()) {
+  with_options(options, [&](const auto& known) {
+    differentiate_cosines(numbers, rows.n_queries, gradient, known);
+    barrier();
+    if (known.is_hard()) return;
     differentiate_attention(numbers, rows.n_queries, rows.n_contexts);
     barrier();
-    differentiate_rows(numbers, rows.n_queries, rows.n_contexts, options);
+    differentiate_rows(numbers, rows.n_queries, rows.n_contexts, known);
     barrier();
-  }
+  });
   turn_pair<RowParts<S>::kOfCoefficients>(numbers, rows.n_queries, rows.n_contexts, options.is_hard());
 }
 

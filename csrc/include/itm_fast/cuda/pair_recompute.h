@@ -141,20 +141,22 @@ ITM_FAST_DEVICE void dot_products(const float* left, int n_left, const R* right,
 struct RowNorm {
   float norm, denominator, peak;
 
-  ITM_FAST_DEVICE RowNorm(const RowStatistics& statistics, const PairOptions& options)
+  template <typename Options>
+  ITM_FAST_DEVICE RowNorm(const RowStatistics& statistics, const Options& options)
       : norm(options.is_l2() ? sqrtf(statistics.total) : statistics.total),
         denominator(options.is_softmax() ? statistics.total : statistics.denominator(options)),
         peak(statistics.peak) {}
 
   // The normalised score a; exact if the softmax has one query.
-  ITM_FAST_DEVICE float normalized(float raw, const PairOptions& options) const {
+  template <typename Options>
+  ITM_FAST_DEVICE float normalized(float raw, const Options& options) const {
     return (options.is_softmax() ? expf(raw - peak) : options.clipped(raw)) / denominator;
   }
 };
 
 // Calls body(position of j, norm) for a context's scores, one thread per context.
-template <typename Body>
-ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_contexts, const PairOptions& options,
+template <typename Options, typename Body>
+ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_contexts, const Options& options,
                               const Body& body) {
   for (int k = thread_index(); k < n_contexts; k += kGradientThreads) {
     RowStatistics statistics;
@@ -163,12 +165,18 @@ ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_c
   }
 }
 
-// Raw scores and attention: one thread per row, then per column.
-template <typename S>
-ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& options, const PairNumbers& numbers) {
-  const int n = rows.n_queries, n_contexts = rows.n_contexts;
-  each_product(rows.contexts, n_contexts, rows.queries, n, rows.dim, rows.is_aligned,
-               [&](int k, int j, float product) { numbers.scores[j * numbers.stride + k] = product; });
+// Options for logits in place of raw scores.
+template <typename Options>
+struct LogitOptions : ExactOptions<Options> {
+  using ExactOptions<Options>::ExactOptions;
+
+  ITM_FAST_DEVICE static float clipped(float logit) { return logit; }
+  static constexpr bool is_softmax() { return false; }
+};
+
+// From the raw scores to the attention: one thread per row, then per column.
+template <typename Options>
+ITM_FAST_DEVICE void weigh_pair(const PairNumbers& numbers, int n, int n_contexts, const Options& options) {
   float* logits = numbers.mixed;
   each_row(numbers, n, n_contexts, options, [&](int k, const RowNorm& norm) {
     for (int j = 0; j < n; ++j) {
@@ -177,10 +185,7 @@ ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& opt
     }
   });
   barrier();
-  PairOptions of_logits = options;  // They are ready for the attention.
-  of_logits.normalization = Normalization::no_norm;
-  of_logits.clips = false;
-  of_logits.small_logits = false;  // The greatest numerator must be exactly 1, so that opposite vectors cancel.
+  const LogitOptions<Options> of_logits(options);
   for (int j = thread_index(); j < n; j += kGradientThreads) {
     const int64_t at = j * numbers.stride;
     float* attention = numbers.attention + at;
@@ -194,6 +199,15 @@ ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& opt
     }
   }
   barrier();
+}
+
+// Raw scores and attention.
+template <typename S>
+ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& options, const PairNumbers& numbers) {
+  const int n = rows.n_queries, n_contexts = rows.n_contexts;
+  each_product(rows.contexts, n_contexts, rows.queries, n, rows.dim, rows.is_aligned,
+               [&](int k, int j, float product) { numbers.scores[j * numbers.stride + k] = product; });
+  with_options(options, [&](const auto& known) { weigh_pair(numbers, n, n_contexts, known); });
 }
 
 // `mixed`, <q, c> and |c|^2 from the Gram matrix. Marks the queries whose sums lost too many digits as exact.
