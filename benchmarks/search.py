@@ -104,14 +104,14 @@ def markdown(results: dict[str, Any]) -> str:
                 f"{1e3 * case['query_wall_p50_s']:.1f} ms",
                 f"{1e3 * case['query_wall_p99_s']:.1f} ms",
                 f"{1e3 * case['query_cpu_p50_s']:.1f} ms",
-                f"{1 / case['batch_cpu_s_per_query']:.0f} queries/s",
+                f"{1 / case['batch_wall_s_per_query']:.0f} queries/s",
                 f"{1e3 * case['exact_cpu_s_per_query']:,.0f} ms",
                 f"{1e3 * case['torch_cpu_s_per_query']:,.0f} ms",
                 f"{case['recall']:.3f}",
                 f"{needed:,}",
                 f"{1e3 * case['cold_open_s']:.0f} ms",
                 f"{case['disk_bytes'] / case['items'] / 1e3:.1f} kB",
-                f"{case['resident_bytes'] / 1e9:.2f} GB",
+                f"{case['peak_bytes'] / 1e9:.2f} GB",
             ]
         )
     where, cases = results["environment"], results["cases"]
@@ -120,14 +120,15 @@ def markdown(results: dict[str, Any]) -> str:
         f"{table(rows)}\n\nOne query with {results['candidates']} candidates and {K} results, "
         f"{where['threads']} threads; "
         f"{cases[0]['queries']} captions are queries, and {exact} of them are searched exactly, for recall. "
-        '"in batches" and the following two are processor time of one query among many: of the search, of an exact '
-        'search, and of the same scores in PyTorch without the native kernels. "for 0.95" is the number of candidates '
-        'that is enough for this recall. "open" is wall time after the files left the page cache. Memory is the '
-        "resident set after all queries, with the mapped files. SCAN, d = 256, 36 regions per image, the model of "
-        f"`itm-fast demo`. Encoding takes {1e3 * results['encode_cpu_s_per_item']:.1f} ms per image, pooling and "
-        f"writing {1e3 * results['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} with "
-        f"`python -m benchmarks.search` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load "
-        f"of the machine {results['load']:.0f}.\n"
+        '"in batches" is the wall-clock rate of all queries in one call. The following two are processor time of one '
+        "query: of an exact search, and of the same scores in PyTorch without the native kernels. "
+        '"for 0.95" is the number of candidates that is enough for this recall. "open" is wall time after the files '
+        "left the page cache. Memory is the peak of the process before the exact searches, with the mapped files. "
+        "SCAN, d = 256, 36 regions per image, the model of `itm-fast demo`. Encoding takes "
+        f"{1e3 * results['encode_cpu_s_per_item']:.1f} ms of processor time per image, pooling and writing "
+        f"{1e3 * results['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} with "
+        f"`{where['command']}` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load of the "
+        f"machine {results['load']:.0f}.\n"
     )
 
 
