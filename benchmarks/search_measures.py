@@ -1,9 +1,10 @@
-"""What a process measures of an index: opening, searching, memory and recall."""
+"""What a process measures of an index: opening, searching, memory, recall and changes."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 from itm_fast import reference
 from itm_fast.benchmarking.measure import status_bytes
 from itm_fast.data import emoji
-from itm_fast.search import Index
+from itm_fast.search import Index, check
 from itm_fast.search.queries import of_texts
 from itm_fast.search.searching import CANDIDATES, shortlist_places
 
-__all__ = ["CANDIDATES", "K", "drop_from_cache", "search", "texts_of"]
+__all__ = ["CANDIDATES", "K", "changes", "drop_from_cache", "search", "texts_of"]
 
 K = 10
 _TILE = 512
@@ -110,3 +111,24 @@ def search(path: Path, queries: int, exact: int) -> dict[str, float]:
         "resident_own_bytes": own,
         "disk_bytes": sum(file.stat().st_size for file in path.iterdir()),
     }
+
+
+def changes(path: Path) -> dict[str, float]:
+    """Add ten images, delete them, compact the index and check all its files; its items are the same after it."""
+    index = Index.open(path)
+    index.members  # noqa: B018 - loads the model, which is no part of a change.
+    pictures = emoji.patches(emoji.pictures("test")[:10])
+    names = [f"added {number}" for number in range(len(pictures))]
+    found = {}
+
+    def clock(name: str, change: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        if problems := change():
+            raise RuntimeError(f"{name}: {problems}")
+        found[f"{name}_s"] = time.perf_counter() - start
+
+    clock("add", lambda: index.add(pictures, ids=names, thumbnails=False))
+    clock("delete", lambda: index.delete(names) - len(names))
+    clock("compact", lambda: index.compact())
+    clock("check", lambda: check(path))
+    return found
