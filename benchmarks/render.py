@@ -132,7 +132,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "buckets": measured("buckets", buckets.markdown, "python -m benchmarks.buckets --json {}"),
         "coco": coco,
     },
-    ROOT / "docs" / "guides" / "search.md": {
+    PERFORMANCE / "search.md": {
         "search": measured("search", search.markdown, "python -m benchmarks.search --run runs/demo --json {}"),
         "search_pooling": measured(
             "search_pooling", search_pooling.markdown, "python -m benchmarks.search_pooling --run runs/demo --json {}"

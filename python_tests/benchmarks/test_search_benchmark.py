@@ -77,6 +77,7 @@ def test_the_least_effort_that_is_good_enough_is_reported() -> None:
     efforts = [{"best_found": share} for share in (0.7, 0.895, 0.95)]
     assert search_engines.good_enough(efforts, 0.9) == efforts[1]
     assert search_engines.good_enough(efforts, 0.99) == efforts[2]
+    assert search_engines.good_enough([*efforts, {"best_found": 0.955}], 0.99) == efforts[2]
 
 
 def test_synthetic_images_have_the_mean_and_covariance_of_real_ones() -> None:
