@@ -5,21 +5,18 @@ Inside: `described_device`, `gpu_description`, `kept_bytes`, `processor_time`.
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
-from itm_fast.benchmarking.measure import status_bytes
+from itm_fast.benchmarking.measure import return_free_memory, status_bytes
 from itm_fast.files.environment import processor_name
 
 
 def kept_bytes() -> int:
     """Return the memory of this process in bytes, without free memory of the allocator if that is glibc's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    return_free_memory()
     return status_bytes("RssAnon")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import statistics
 import time
@@ -20,6 +21,7 @@ __all__ = [
     "interleave",
     "peak_memory",
     "reset_peak",
+    "return_free_memory",
     "status_bytes",
 ]
 
@@ -90,6 +92,8 @@ def peak_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, threads
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_peak, args=(sender, make, arguments, threads))
+    # After timing a call, this process would hold as much as the new one needs.
+    return_free_memory()
     process.start()
     sender.close()
     try:
@@ -112,6 +116,13 @@ def _measure_peak(
     call()
     sender.send(max(0, status_bytes("VmHWM") - before))
     sender.close()
+
+
+def return_free_memory() -> None:
+    """Give free memory of the allocator back to the system, if that is glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def reset_peak() -> None:

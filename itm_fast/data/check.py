@@ -19,10 +19,12 @@ from tqdm import tqdm
 
 from itm_fast.data import layout
 from itm_fast.data.check_split import MAX_PLACES, Problem, SplitCheck, SplitSummary, without_path
-from itm_fast.data.vocabulary import Vocabulary, find_vocabulary
+from itm_fast.data.vocabulary import MAX_RARE_SHARE, MAX_UNKNOWN_SHARE, MIN_COUNT, Vocabulary, find_vocabulary
 from itm_fast.files import regular
 
 __all__ = ["Problem", "Report", "SplitSummary", "check_folder"]
+
+_BUILT = "built from train_caps.txt"
 
 
 @attrs.frozen
@@ -84,6 +86,7 @@ def check_folder(
         for check in checks:
             bar.set_description_str(check.split)
             summaries.append(check.run(vocabulary, bar.update))
+    _check_unknown_words(summaries, source == _BUILT, problems, warnings)
     _compare_widths(summaries, problems)
     for left, right in itertools.combinations(checks, 2):
         # In COCO's published files the 1,000 images of test are the first of testall, on purpose.
@@ -118,7 +121,30 @@ def _vocabulary(
     if train is None:
         return None, None
     captions = (caption for caption in train.captions or () if caption is not None)
-    return "built from train_caps.txt", Vocabulary.build(captions)
+    return _BUILT, Vocabulary.build(captions)
+
+
+def _check_unknown_words(
+    summaries: list[SplitSummary], built: bool, problems: list[Problem], warnings: list[Problem]
+) -> None:
+    """Report a vocabulary that lacks many words: a built one leaves out rare words; a file may be of other data."""
+    shares = {one.split: one.unknown_share for one in summaries if one.unknown_share is not None}
+    rare = shares.get("train", 0.0) if built else 0.0
+    if rare > MAX_RARE_SHARE:
+        what = (
+            f"the vocabulary built from it leaves out {rare:.0%} of its words, as each occurs fewer than {MIN_COUNT} "
+            "times; a lower --min-count of train and data pack keeps more"
+        )
+        warnings.append(Problem("train_caps.txt", what))
+    if rare > MAX_UNKNOWN_SHARE:
+        return
+    for split, share in shares.items():
+        if share > MAX_UNKNOWN_SHARE:
+            what = (
+                f"the vocabulary lacks {share:.0%} of the words; is it that of other data, or built with a high "
+                "--min-count?"
+            )
+            problems.append(Problem(f"{split}_caps.txt", what))
 
 
 def _compare_widths(summaries: list[SplitSummary], problems: list[Problem]) -> None:

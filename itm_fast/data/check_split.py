@@ -24,7 +24,6 @@ __all__ = ["MAX_PLACES", "Problem", "SplitCheck", "SplitSummary", "without_path"
 
 MAX_PLACES = 10
 BLOCK_BYTES = 16 * 2**20
-MAX_UNKNOWN_SHARE = 0.5
 
 
 @attrs.frozen
@@ -167,8 +166,6 @@ class SplitCheck:
         smallest, median, high, largest = np.quantile(lengths, [0, 0.5, 0.95, 1])
         words = {"min": smallest, "median": median, "mean": np.mean(lengths), "p95": high, "max": largest}
         share = None if vocabulary is None else unknown / sum(lengths)
-        if share is not None and share > MAX_UNKNOWN_SHARE:
-            self._add("caps.txt", f"the vocabulary lacks {share:.0%} of the words; is it that of other data?")
         return {name: round(float(value), 2) for name, value in words.items()}, share
 
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[int, np.ndarray | None]:

@@ -17,7 +17,7 @@ from itm_fast.data.boxes import read_boxes
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.digests import sampled_sha256, sha256_of_parts
 from itm_fast.data.features import Features
-from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.data.vocabulary import MAX_RARE_SHARE, Vocabulary
 from itm_fast.files import regular
 from itm_fast.files.messages import shown
 
@@ -139,7 +139,7 @@ class PrecomputedDataset(CaptionDataset):
             min_count: the minimum occurrences of a word in the vocabulary.
             source: what the captions were read from; None: the folder.
         """
-        if 0.05 < self.unknown_share <= 0.5:
+        if self.unknown_share > MAX_RARE_SHARE:
             warnings.warn(
                 f"{source or self.directory}: the vocabulary leaves out {self.unknown_share:.0%} of the words in the "
                 f"captions of {self.split}, as each occurs fewer than --min-count {min_count} times; a lower "

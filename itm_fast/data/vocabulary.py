@@ -20,6 +20,11 @@ from itm_fast.files.messages import shown
 # The largest published vocabulary has 0.4 MB.
 MAX_BYTES = 64 * 2**20
 
+# The default minimum of occurrences of a word in a vocabulary that is built.
+MIN_COUNT = 4
+# Largest share of unknown words without a warning: in the captions that a vocabulary was built from, and in others.
+MAX_RARE_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.5
+
 PAD, START, END, UNK, MASK = "<pad>", "<start>", "<end>", "<unk>", "<mask>"
 
 
@@ -63,7 +68,7 @@ class Vocabulary:
         return f"{type(self).__name__}({len(self)} words)"
 
     @classmethod
-    def build(cls, captions: Iterable[str], min_count: int = 4) -> Vocabulary:
+    def build(cls, captions: Iterable[str], min_count: int = MIN_COUNT) -> Vocabulary:
         """Build a vocabulary of the words that occur at least `min_count` times, the most frequent first.
 
         Only use captions of the training split: words of other splits must become `<unk>`.
@@ -202,7 +207,10 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def load_vocabulary(
-    directory: str | os.PathLike[str], vocabulary_file: str | os.PathLike[str] | None = None, *, min_count: int = 4
+    directory: str | os.PathLike[str],
+    vocabulary_file: str | os.PathLike[str] | None = None,
+    *,
+    min_count: int = MIN_COUNT,
 ) -> Vocabulary:
     """Read `vocabulary_file`, or else the file that `find_vocabulary` finds, or else build one from `train_caps.txt`.
 

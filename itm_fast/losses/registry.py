@@ -83,10 +83,10 @@ def _load_built_in() -> None:
         importlib.import_module(f"{package}.{module.name}")
 
 
-def names() -> list[str]:
-    """Return the names of all losses, those of installed plugins included."""
+def names(*, plugins: bool = True) -> list[str]:
+    """Return the names of all losses, those of installed plugins included unless `plugins` is False."""
     _load_built_in()
-    return sorted({*_LOSSES, *_plugins.names()})
+    return sorted({*_LOSSES, *(_plugins.names() if plugins else ())})
 
 
 def find(name: str) -> RegisteredLoss:

@@ -330,10 +330,10 @@ def register(model: Model) -> Model:
     return model
 
 
-def names() -> list[str]:
-    """Return the names that `create` accepts, those of installed plugins included."""
+def names(*, plugins: bool = True) -> list[str]:
+    """Return the names that `create` accepts, those of installed plugins included unless `plugins` is False."""
     _load_built_in()
-    return sorted({*_MODELS, *_plugins.names()})
+    return sorted({*_MODELS, *(_plugins.names() if plugins else ())})
 
 
 def config_class(name: str) -> type:

@@ -13,6 +13,7 @@ import attrs
 import yaml
 
 from itm_fast import config as settings
+from itm_fast import losses, models
 from itm_fast.config import setting
 from itm_fast.data.placement import PLACEMENTS
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
@@ -117,8 +118,7 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, pfan, rvsepp, saem, scan, sgraf, vse_infty, "
-        "vsepp or vsrn.",
+        help=f"Model: {', '.join(name for name in models.names(plugins=False) if name != 'fdf')}, or your own.",
     )
     # The command applies it. The name is kept for the model card.
     recipe: str | None = setting(
@@ -223,8 +223,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss: triplet, self_expanding, polynomial, cmpm, clipped_sct, bce, infonce, siglip, matching_bce, or "
-        "your own.",
+        help=f"Loss: {', '.join(losses.names(plugins=False))}, or your own.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."

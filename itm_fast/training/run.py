@@ -19,6 +19,7 @@ from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
 from itm_fast.data.tokenizer_vocabulary import TOKENIZER_FILE
+from itm_fast.data.vocabulary import MAX_UNKNOWN_SHARE
 from itm_fast.distributed import World, joined
 from itm_fast.evaluation import Gallery
 from itm_fast.files import regular
@@ -144,17 +145,25 @@ def _open(trainer: Trainer, vocabulary: Vocabulary | None, *, resume: bool, prog
     config = trainer.config
     run = run_folder.prepare(config, resume=resume)
     path = None if vocabulary is None else vocabulary_path(config, resume=resume)
-    for data in (trainer.train_data, trainer.validation_data):
-        if isinstance(data, PrecomputedDataset):
-            warn_of_unknown_words(data)
-    if path is None and isinstance(trainer.train_data, PrecomputedDataset):
-        trainer.train_data.warn_of_rare_words(config.min_count)
+    if not resume:
+        _check_words(trainer, built=path is None)
     for caution in cautions(config, trainer.model):
         warnings.warn(caution, stacklevel=2)
     if progress:
         tqdm.write("\n".join(_opening(trainer, vocabulary, path or "built from the training captions")))
     if vocabulary is not None:
         vocabulary.save(run / run_folder.VOCABULARY)
+
+
+def _check_words(trainer: Trainer, *, built: bool) -> None:
+    """Warn of words that the vocabulary lacks; `built`: from the training captions."""
+    splits = [data for data in (trainer.train_data, trainer.validation_data) if isinstance(data, PrecomputedDataset)]
+    if built and isinstance(trainer.train_data, PrecomputedDataset):
+        trainer.train_data.warn_of_rare_words(trainer.config.min_count)
+        if trainer.train_data.unknown_share > MAX_UNKNOWN_SHARE:
+            return  # That warning explains unknown words of the other split, too.
+    for data in splits:
+        warn_of_unknown_words(data)
 
 
 def load_data(
@@ -242,10 +251,10 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary | None, vocabulary_source:
 
 def warn_of_unknown_words(data: PrecomputedDataset) -> None:
     """Warn if most words of the captions are unknown, as with a vocabulary of other data."""
-    if data.unknown_share > 0.5:
+    if data.unknown_share > MAX_UNKNOWN_SHARE:
         warnings.warn(
             f"{data.directory}: the vocabulary lacks {data.unknown_share:.0%} of the words in the captions of "
-            f"{data.split}; is it that of other data?",
+            f"{data.split}; is it that of other data, or built with a high --min-count?",
             stacklevel=2,
         )
 

@@ -15,9 +15,9 @@ import pytest
 
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.mlflow_log import MlflowLog
+from python_tests.adapters.wandb_server import WandbServer
 from python_tests.helpers.processes import run as run_process
 from python_tests.helpers.runs import config, run
-from python_tests.helpers.wandb_server import WandbServer
 
 Points = dict[str, list[tuple[int, float]]]
 

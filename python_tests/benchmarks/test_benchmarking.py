@@ -16,7 +16,7 @@ from benchmarks.maxsim_workloads import MaxsimSizes
 from itm_fast import reference
 from itm_fast.benchmarking import index_search, one_query, regulated, workloads
 from itm_fast.benchmarking.index_search import IndexSizes
-from itm_fast.benchmarking.measure import CpuMeter, Timing, interleave, peak_memory
+from itm_fast.benchmarking.measure import CpuMeter, Timing, interleave, peak_memory, status_bytes
 from itm_fast.benchmarking.run import PRESETS, run
 from itm_fast.benchmarking.table import markdown as table_of_all
 from itm_fast.benchmarking.table import time
@@ -46,6 +46,17 @@ def test_peak_memory_is_what_the_call_takes() -> None:
     peak = peak_memory(allocate, 80, threads=1)
     assert (peak is None) == (sys.platform != "linux")
     assert peak is None or 78e6 < peak < 90e6
+
+
+def test_the_memory_of_earlier_calls_is_given_back_first() -> None:
+    """Small blocks stay with the allocator after a call, as those of a graph with millions of nodes do."""
+    kept = [torch.zeros(8000) for _ in range(6000)]
+    held = status_bytes("RssAnon")
+    last = kept.pop()
+    del kept
+    peak_memory(workloads.make_loss, "plain", 4, "all", "cpu", threads=1)
+    assert status_bytes("RssAnon") < held - 100 * 2**20
+    assert last.shape == (8000,)
 
 
 def test_inputs_are_those_of_coco() -> None:

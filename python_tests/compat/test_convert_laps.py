@@ -14,9 +14,9 @@ import torch
 from itm_fast import cli, compat, models
 from itm_fast.data import BertVocabulary
 from itm_fast.data.picture_shards import as_patches
+from python_tests.compat.official_laps import laps_options, official_scores, random_laps
 from python_tests.helpers.bert import PIECES
 from python_tests.helpers.conversions import assert_warned, converted, refused
-from python_tests.helpers.official_laps import laps_options, official_scores, random_laps
 from python_tests.helpers.official_scan import write_checkpoint
 from python_tests.helpers.pictures import write_pictures
 

@@ -303,8 +303,41 @@ def test_a_vocabulary_of_other_data_is_reported(folder: Path, tmp_path: Path) ->
     report = check_folder(folder, ["test"], vocabulary_file=other)
     assert report.splits[0].unknown_share == 0.75
     assert report.problems == [
-        Problem("test_caps.txt", "the vocabulary lacks 75% of the words; is it that of other data?")
+        Problem(
+            "test_caps.txt",
+            "the vocabulary lacks 75% of the words; is it that of other data, or built with a high --min-count?",
+        )
     ]
+
+
+def test_a_built_vocabulary_without_many_words_causes_a_warning(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "vocab.json").unlink()
+    (folder / "train_caps.txt").write_text("a dog runs fast\n" * 3 + "a cat\n" * 17)
+    (folder / "dev_caps.txt").write_text("a dog runs fast\n" * 10)
+    what = "the vocabulary built from it leaves out {} of its words, as each occurs fewer than 4 times; a lower "
+    what += "--min-count of train and data pack keeps more"
+    report = check_folder(folder, ["train", "dev"])
+    assert [one.unknown_share for one in report.splits] == [9 / 46, 0.75]
+    # Most words of train are known, but few words of dev.
+    assert report.warnings == [Problem("train_caps.txt", what.format("20%"))]
+    assert report.problems == [
+        Problem(
+            "dev_caps.txt",
+            "the vocabulary lacks 75% of the words; is it that of other data, or built with a high --min-count?",
+        )
+    ]
+    # In a small data set, most words of both splits are rare.
+    captions = [f"a dog{line} runs{line}\n" for line in range(20)]
+    (folder / "train_caps.txt").write_text("".join(captions))
+    (folder / "dev_caps.txt").write_text("".join(captions[:10]))
+    report = check_folder(folder, ["train", "dev"])
+    assert (report.warnings, report.problems) == ([Problem("train_caps.txt", what.format("67%"))], [])
+    assert cli.run(["data", "check", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "--min-count" in printed
+    assert "other data" not in printed
 
 
 def test_block_size_does_not_change_the_problems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.models import detector_folder
 from itm_fast.report.boxes import heat_of_boxes, numbered
 from python_tests.cli.test_data_import import contents
-from python_tests.helpers.colour_detector import ColourDetector, boxes_in
+from python_tests.data.colour_detector import ColourDetector, boxes_in
 from python_tests.helpers.commands import error, train_small
 from python_tests.helpers.grid_encoder import GridEncoder
 from python_tests.helpers.pictures import write_captions

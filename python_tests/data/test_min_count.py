@@ -60,6 +60,15 @@ def test_a_vocabulary_without_many_words_causes_a_warning(data: Path, tmp_path: 
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         train_small(folder, tmp_path / "run") if command == "train" else pack(folder, tmp_path / "store")
+    # If most words are rare, that is the only warning.
+    for split in ("train", "dev"):
+        n_captions = len((folder / f"{split}_caps.txt").read_text().splitlines())
+        captions = "".join(f"red rare{line} other{line}\n" for line in range(n_captions))
+        (folder / f"{split}_caps.txt").write_text(captions)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_small(folder, tmp_path / "most") if command == "train" else pack(folder, tmp_path / "most")
+    assert [str(one.message) for one in caught if "vocabulary" in str(one.message)] == [message.replace("14%", "67%")]
     Vocabulary.build(["red ball"], 1).save(folder / "vocab.json")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

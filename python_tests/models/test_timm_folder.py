@@ -18,7 +18,7 @@ from itm_fast.data.picture_shards import as_patches
 from itm_fast.models.base import planned_shapes, shapes_of
 from itm_fast.models.vision_folder import load_picture_encoder, read_vision_folder
 from itm_fast.nn.timm_backbone import TimmModel, TokenLayout
-from python_tests.helpers.timm_stand_in import SIDE, timm_stand_in, write_model
+from python_tests.models.timm_stand_in import SIDE, timm_stand_in, write_model
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from itm_fast import reference
 from itm_fast.losses import BoostingLoss
 from python_tests.helpers.boosting import MINING, STRATEGIES, loop_boosting, lower, random_pair, upper, with_gradient
 from python_tests.helpers.fragments import native_calls
-from python_tests.helpers.score_strategies import SPECIAL, VALUES
 from python_tests.helpers.tolerance import assert_close_to_exact
+from python_tests.operators.score_strategies import SPECIAL, VALUES
 
 IMPLEMENTATIONS = {"native": F_itm.boosting_loss, "reference": reference.boosting_loss}
 both_implementations = pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
-from python_tests.helpers.score_strategies import SPECIAL, VALUES
 from python_tests.helpers.triplet_cases import (
     random_scores,
 )
 from python_tests.helpers.triplets import loop_hardest
+from python_tests.operators.score_strategies import SPECIAL, VALUES
 
 HARDEST = [pytest.param(F_itm.hardest_negatives, marks=pytest.mark.native), reference.hardest_negatives]
 

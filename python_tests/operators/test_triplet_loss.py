@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import itm_fast.functional as F_itm
 from itm_fast import reference
 from itm_fast.losses import TripletLoss
-from python_tests.helpers.score_strategies import SPECIAL, VALUES
 from python_tests.helpers.tolerance import assert_close_to_exact
 from python_tests.helpers.triplet_cases import (
     IMPLEMENTATIONS,
@@ -24,6 +23,7 @@ from python_tests.helpers.triplet_cases import (
     with_gradients,
 )
 from python_tests.helpers.triplets import loop_losses
+from python_tests.operators.score_strategies import SPECIAL, VALUES
 
 # More than one block of rows, and one row more or less than full vectors.
 SIZES = (1, 2, 3, 17, 64, 65, 130)

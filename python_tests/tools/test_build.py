@@ -15,8 +15,8 @@ import pytest
 from native_build import find_tool, find_torch
 
 import itm_fast
-from python_tests.helpers.fatbin import without_device_code
 from python_tests.helpers.processes import ROOT, run, run_python
+from python_tests.tools.fatbin import without_device_code
 
 LIBRARY = ROOT / "itm_fast" / "_C_cpu.so"
 BUILD = ROOT / "build" / f"native-{sys.implementation.cache_tag}"

@@ -14,8 +14,8 @@ from native_build import find_tool
 
 import itm_fast
 from itm_fast.ops import library
-from python_tests.helpers.fatbin import device_code
 from python_tests.helpers.processes import BUILDS_CUDA, ROOT, run, run_python
+from python_tests.tools.fatbin import device_code
 
 LIBRARY = ROOT / "itm_fast" / "_C_cuda.so"
 NVCC = shutil.which("nvcc")
