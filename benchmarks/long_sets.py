@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import processor_time
+from benchmarks.units import commit_of
 from itm_fast import Fragments, reference
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import interleave, peak_memory
@@ -132,7 +133,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     where, sizes = results["environment"], results["measured"][0]["sizes"]
     runs = len(next(iter(results["measured"][0]["forms"].values()))["runs_s"])
     return (
-        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
+        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {commit_of(where)}: "
         f"{where['processor']}, {where['threads']} threads, {where['instruction_set']}, torch {where['torch']}; SCAN "
         f"t2i, {sizes['batch']} x {sizes['batch']} pairs, d = {sizes['dim']}, hardest negatives. Medians of "
         f"{runs} interleaved runs in processor time, smallest and largest in brackets; peak memory above the inputs, "

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.search_images import ImageModel, real_images
 from benchmarks.search_measures import CANDIDATES, K, search
+from benchmarks.units import commit_of
 from itm_fast import build_info
 from itm_fast.benchmarking.table import table
 from itm_fast.data import emoji
@@ -126,7 +127,7 @@ def markdown(results: dict[str, Any]) -> str:
         "resident set after all queries, with the mapped files. SCAN, d = 256, 36 regions per image, the model of "
         f"`itm-fast demo`. Encoding takes {1e3 * results['encode_cpu_s_per_item']:.1f} ms per image, pooling and "
         f"writing {1e3 * results['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} with "
-        f"`python -m benchmarks.search` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load "
+        f"`python -m benchmarks.search` at {commit_of(where)}: {where['processor']}, torch {where['torch']}; load "
         f"of the machine {results['load']:.0f}.\n"
     )
 
