@@ -86,7 +86,7 @@ MUST_USE_TENSOR_CORES = (
 # 40 and 12.
 BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
     "backpropagate_pairs<BFloat16>": ((95, 10), (70, 6), (60, 8), (40, 8), (30, 8), (40, 8)),
-    "backpropagate_pairs<Half>": ((95, 10), (70, 6), (60, 8), (40, 8), (55, 14)),
+    "backpropagate_pairs<Half>": ((95, 10), (70, 6), (60, 8), (40, 8), (55, 12)),
     "backpropagate_pairs<float>": ((125, 10), (40, 8), (85, 6), (60, 10), (50, 8)),
     "differentiate_regulation<": ((130, 16), (110, 16), (95, 18)),
     "prepare_regulation<BFloat16,": ((100, 6),),

@@ -154,8 +154,7 @@ REASONS = (
     Reason(
         ("backpropagate_pairs<Half>",),
         (96,),
-        "Sums over a tile: loads of operands, additions of slices, splitting of float32 gradients; 12.3 per copy "
-        "on sm_90.",
+        "Sums over a tile: loads of operands, additions of slices, splitting of float32 gradients.",
         "Below 91: not bound by issue slots.",
     ),
     Reason(
