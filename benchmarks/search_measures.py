@@ -1,9 +1,10 @@
-"""What a process measures of an index: opening, searching, memory and recall."""
+"""What a process measures of an index: opening, searching, memory, recall and changes."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 from itm_fast import reference
 from itm_fast.benchmarking.measure import status_bytes
 from itm_fast.data import emoji
-from itm_fast.search import Index
+from itm_fast.search import Index, check
 from itm_fast.search.queries import of_texts
 from itm_fast.search.searching import CANDIDATES, shortlist_places
 
-__all__ = ["CANDIDATES", "K", "drop_from_cache", "search", "texts_of"]
+__all__ = ["CANDIDATES", "K", "changes", "drop_from_cache", "search", "texts_of"]
 
 K = 10
 _TILE = 512
@@ -69,10 +70,11 @@ def search(path: Path, queries: int, exact: int) -> dict[str, float]:
         found += index.search(text, K, candidates=CANDIDATES)
         cpu.append(time.process_time() - used)
         wall.append(time.perf_counter() - start)
-    used = time.process_time()
+    start = time.perf_counter()
     index.search(texts, K, candidates=CANDIDATES)
-    together = (time.process_time() - used) / len(texts)
-    resident, own = status_bytes("VmRSS"), status_bytes("RssAnon")
+    together = (time.perf_counter() - start) / len(texts)
+    # The exact searches below read all items.
+    peak, own = status_bytes("VmHWM"), status_bytes("RssAnon")
     used = time.process_time()
     whole = index.search(texts[:exact], K, exact=True)
     native = (time.process_time() - used) / exact
@@ -99,13 +101,34 @@ def search(path: Path, queries: int, exact: int) -> dict[str, float]:
         "query_wall_p50_s": float(np.quantile(wall, 0.5)),
         "query_wall_p99_s": float(np.quantile(wall, 0.99)),
         "queries": len(texts),
-        "batch_cpu_s_per_query": together,
+        "batch_wall_s_per_query": together,
         "exact_cpu_s_per_query": native,
         "torch_cpu_s_per_query": plain,
         "exact_queries": exact,
         "recall": sum(hits) / (K * exact),
         "candidates_for_95_percent": needed,
-        "resident_bytes": resident,
+        "peak_bytes": peak,
         "resident_own_bytes": own,
         "disk_bytes": sum(file.stat().st_size for file in path.iterdir()),
     }
+
+
+def changes(path: Path) -> dict[str, float]:
+    """Add ten images, delete them, compact the index and check all its files; its items are the same after it."""
+    index = Index.open(path)
+    index.members  # noqa: B018 - loads the model, which is no part of a change.
+    pictures = emoji.patches(emoji.pictures("test")[:10])
+    names = [f"added {number}" for number in range(len(pictures))]
+    found = {}
+
+    def clock(name: str, change: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        if problems := change():
+            raise RuntimeError(f"{name}: {problems}")
+        found[f"{name}_s"] = time.perf_counter() - start
+
+    clock("add", lambda: index.add(pictures, ids=names, thumbnails=False))
+    clock("delete", lambda: index.delete(names) - len(names))
+    clock("compact", lambda: index.compact())
+    clock("check", lambda: check(path))
+    return found

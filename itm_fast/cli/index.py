@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from itm_fast.cli.index_options import Checkpoints, Data, IndexArgument, Pictures, Split, Threads, Thumbnails
-from itm_fast.cli.index_sources import source_of, split_of, training_data
+from itm_fast.cli.index_sources import source_of, split_of, split_to_learn_from, training_data
 from itm_fast.cli.models import check_run
 from itm_fast.cli.options import Command, Group
 
@@ -124,7 +124,9 @@ def build_command(
     members = Members(checkpoint, device)
     source = source_of(members, checkpoint, data, split, pictures)
     if data is not None:
-        training = None if pooling is _Pooling.mean else split_of(members, checkpoint, data, training_split)
+        training = None
+        if pooling is not _Pooling.mean:
+            training = split_to_learn_from(members, checkpoint, data, training_split)
     else:
         training = training_data(members, checkpoint[0], training_split)
         if preprocessing is None:
@@ -194,7 +196,7 @@ def delete_command(
     from itm_fast.search import Index
     from itm_fast.search.query_file import read_lines
 
-    wanted = [*(ids or ()), *(read_lines(file) if file is not None else ())]
+    wanted = [*(ids or ()), *(read_lines(file).values() if file is not None else ())]
     if not wanted:
         raise ValueError("ID: expected at least one id, or --ids FILE")
     opened = Index.open(index)

@@ -28,6 +28,20 @@ def split_of(members: Members, runs: list[Path], data: Path | None, split: str) 
     return dataset_of(data, split, model.tokenizer, model, runs[0])
 
 
+def split_to_learn_from(members: Members, runs: list[Path], data: Path, split: str) -> PrecomputedDataset:
+    """Open the split that a learned pooling is trained on: of --data, or else of the training data of the first run."""
+    from itm_fast.data.store import check_data
+
+    try:
+        check_data(data, split)
+    except ValueError as error:
+        found = training_data(members, runs[0], split)
+        if found is None:
+            raise ValueError(f"{error}; --pooling mean needs none, --training-split takes another") from None
+        return found
+    return split_of(members, runs, data, split)
+
+
 def training_data(members: Members, run: Path, split: str) -> PrecomputedDataset | None:
     """Return a split of the data that a model was trained on; None if they were moved."""
     from itm_fast.data import open_split

@@ -89,7 +89,8 @@ def search(
 
     if html is not None:
         atomic.check_target(html)
-    texts = [*(text or ()), *(read_lines(queries) if queries is not None else ())]
+    lines = read_lines(queries) if queries is not None else {}
+    texts = [*(text or ()), *lines.values()]
     given = {"texts": texts, "pictures": [str(path) for path in image or ()], "items": list(like or ())}
     kinds = [name for name, values in given.items() if values]
     if encoder is not None and kinds != ["pictures"]:
@@ -104,6 +105,8 @@ def search(
         raise ValueError("--like, --html, --encoder, --checkpoint: expected only with an index on this machine")
     shards = Shards(addresses) if addresses else None
     opened = None if addresses else Index.open(index, checkpoint, device=device)
+    if opened is not None:
+        _check_lines(opened, queries, lines)
     found: list[Results] = []
 
     def answers() -> Iterator[Results]:
@@ -140,6 +143,17 @@ def search(
             ),
         )
         typer.echo(f"page: {html}", err=as_json)
+
+
+def _check_lines(index: Index, file: Path | None, lines: dict[int, str]) -> None:
+    """Raise ValueError with the number of a line that is no query, before the first search."""
+    from itm_fast.search.queries import check_text
+
+    for number, line in lines.items():
+        try:
+            check_text(index.members, line)
+        except ValueError as error:
+            raise ValueError(f"{file}: line {number}: {error}") from None
 
 
 def _print(results: Results) -> None:

@@ -127,9 +127,9 @@ class Index(OpenIndex):
         texts: str | Sequence[str] | None = None,
         k: int | None = None,
         *,
-        pictures: Sequence[Picture] | None = None,
+        pictures: str | os.PathLike[str] | bytes | Sequence[Picture] | None = None,
         features: Tensor | np.ndarray | Fragments | None = None,
-        items: Sequence[str] | None = None,
+        items: str | Sequence[str] | None = None,
         of: str | None = None,
         candidates: int | None = None,
         exact: bool = False,
@@ -140,9 +140,9 @@ class Index(OpenIndex):
         Args:
             texts: a text, or several.
             k: number of results; default: 10, or all items if there are fewer.
-            pictures: paths, contents of files, or uint8 arrays (height, width, 3).
+            pictures: a path or the content of a file; or several, also uint8 arrays (height, width, 3).
             features: (n, k, f) or Fragments, as the model takes them.
-            items: ids of images of the index. Among the results of a like search, the item itself is left out.
+            items: the id of an image of the index, or several. A like search does not find the item itself.
             of: "images" or "captions". Default: images for texts; captions for all others, or images if the index has
                 no captions. Images for a picture are like images: see `Members.scores`.
             candidates: number of items that the model scores; default: that of the index.
@@ -176,6 +176,8 @@ class Index(OpenIndex):
         Raises:
             ValueError: as `search`; or the model has no attention between words and regions.
         """
+        if member not in range(len(self.members.models)):
+            raise ValueError(f"member: the index has {len(self.members.models)} models, counted from 0; got {member}")
         own = self.snapshot.sides["images"]
         encoded = own.encodings(torch.tensor([own.find(image)]))
         query = queries.of_texts(self.members, text)
@@ -205,13 +207,13 @@ class Index(OpenIndex):
         )  # fmt: skip
         self.reload()
 
-    def delete(self, ids: Sequence[str]) -> int:
+    def delete(self, ids: str | Sequence[str]) -> int:
         """Delete images with their captions, or captions, by id, all or none; return the number of deleted items.
 
         Raises:
             ValueError: the index holds no such item, or another process changes it.
         """
-        count = changing.delete(self.path, ids)
+        count = changing.delete(self.path, [ids] if isinstance(ids, str) else ids)
         self.reload()
         return count
 

@@ -101,9 +101,9 @@ def of_any(
     members: Members,
     snapshot: Snapshot,
     texts: str | Sequence[str] | None,
-    pictures: Sequence[Picture] | None,
+    pictures: str | os.PathLike[str] | bytes | Sequence[Picture] | None,
     features: Tensor | np.ndarray | Fragments | None,
-    items: Sequence[str] | None,
+    items: str | Sequence[str] | None,
     encoder: str | os.PathLike[str] | None = None,
 ) -> Queries:
     """Encode the one kind of query that was passed. Arguments and errors as in `Index.search`."""
@@ -113,10 +113,14 @@ def of_any(
         return of_texts(members, texts)
     if pictures is not None:
         kind = snapshot.manifest.pictures
+        if isinstance(pictures, str | os.PathLike | bytes):
+            pictures = [pictures]
         rows = features_of(list(pictures), kind if encoder is None else moved(kind, encoder))
         return of_features(members, rows, [_name_of(one) for one in pictures])
     if items is not None:
         own = snapshot.sides["images"]
+        if isinstance(items, str):
+            items = [items]
         positions = [own.find(name) for name in items]
         parts = [own.encodings(torch.tensor([position])) for position in positions]
         return Queries(list(items), "images", _joined(parts), positions)

@@ -14,8 +14,8 @@ __all__ = ["read_lines"]
 _MAX_BYTES = 64 * 2**20
 
 
-def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a UTF-8 file that are not blank, without blanks at their ends.
+def read_lines(path: str | os.PathLike[str]) -> dict[int, str]:
+    """Return the lines of a UTF-8 file that are not blank by their numbers from 1, without blanks at their ends.
 
     Raises:
         ValueError: the file is missing, too large, no text, or has only blank lines. The message names it.
@@ -24,7 +24,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
         text = read_text(path, _MAX_BYTES, "utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1) if line.strip()}
     if not lines:
         raise ValueError(f"{path}: expected at least one line that is not blank")
     return lines

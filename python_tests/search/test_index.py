@@ -99,6 +99,7 @@ def test_pictures_find_captions_and_like_pictures(built: Index, train: CaptionDa
     np.testing.assert_allclose([hit.score for hit in found.hits], np.sort(alike)[::-1], atol=2e-6)
     assert ids(found)[0] == "train3"
     (found,) = built.search(items=["train3"], k=23, of="images")
+    assert built.search(items="train3", k=23, of="images") == [found]
     assert "train3" not in ids(found)
     own = np.array([likeness(stored[3], other) for number, other in enumerate(stored) if number != 3])
     np.testing.assert_allclose([hit.score for hit in found.hits], np.sort(own)[::-1], atol=2e-6)
@@ -227,6 +228,9 @@ def test_an_explanation_is_that_of_the_pair(built: Index, train: CaptionDataset)
     text = words(scan(), ["red ball"])[0]
     assert found.score == pytest.approx(scan_score(text, regions), abs=2e-6)
     assert found.directions["t2i"].attention[-1].shape == (4, 4)
+    for member in (1, -1):
+        with pytest.raises(ValueError, match=f"^member: the index has 1 models, counted from 0; got {member}$"):
+            built.explain("red ball", "train5", member)
 
 
 def test_readers_go_on_during_changes(train: CaptionDataset, tmp_path: Path) -> None:

@@ -92,6 +92,38 @@ def test_queries_come_from_a_file(index: Path, tmp_path: Path, capsys: pytest.Ca
     assert [json.loads(line)["query"] for line in lines] == ["red ball", "dog tree", *["sun"] * 70]
 
 
+def test_a_line_that_is_no_query_is_named_before_any_search(
+    index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "queries.txt"
+    file.write_text("red ball\n\nxyzzy\n")
+    message = f"{file}: line 3: query: the model knows none of the words of 'xyzzy'"
+    assert error(capsys, "search", index, "--queries", file, "--json") == (1, message)
+
+
+def test_data_without_a_training_split_learn_from_those_of_the_run(
+    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gallery = tmp_path / "gallery"
+    gallery.mkdir()
+    for file in data.glob("test_*"):
+        shutil.copy(file, gallery)
+    build = ["index", "build", "--data", gallery, "--out"]
+    output(capsys, *build, tmp_path / "whole", "--checkpoint", trained)
+    output(capsys, "index", "build", "--data", data, "--out", tmp_path / "expected", "--checkpoint", trained)
+    found, expected = (Index.open(tmp_path / name) for name in ("whole", "expected"))
+    assert found.manifest.weights is not None
+    assert expected.manifest.weights is not None
+    assert (found.manifest.pooling, found.manifest.weights.sha256) == ("learned", expected.manifest.weights.sha256)
+    moved = shutil.copytree(trained, tmp_path / "moved")
+    (moved / "train.yaml").unlink()
+    assert error(capsys, *build, tmp_path / "none", "--checkpoint", moved) == (
+        1,
+        f"{gallery}/train_ims.npy: no such file, so there is no split 'train' (splits in {gallery}: test); "
+        "--pooling mean needs none, --training-split takes another",
+    )
+
+
 @pytest.fixture(scope="module")
 def emoji_index(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """Index ten emoji pictures in a folder with an untrained model; return the run, the pictures and the index."""
