@@ -25,6 +25,7 @@ __all__ = [
     "floors",
     "gemm",
     "loss",
+    "matching_step",
     "most_tiles",
     "pairs_of_tiles",
     "ranks",
@@ -141,8 +142,8 @@ def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = EL
     On tensor cores, a pair of K regions and n words needs its scores, `K n dim` multiply-adds, and the sums of both
     gradients, `2 K n dim`. An image needs its Gram matrix and one more sum, `K K dim` each. Sums count twice: their
     float32 coefficients have two parts of bfloat16. Two products of `K K n` float32 numbers for each pair count six
-    times. Three launches: the one in which autograd returns the stored gradient (without a multiplication if the
-    incoming one is 1), lists, and pairs with their sums.
+    times. Three launches: the one that scales the stored gradient of the loss (it returns at once if the incoming one
+    is 1), lists, and pairs with their sums.
     """
     pairs, rows = 3 * batch, batch * (REGIONS + words)
     of_pairs = 5 * REGIONS * words * dim + 6 * 2 * REGIONS**2 * words
@@ -153,8 +154,16 @@ def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = EL
 
 
 def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
-    """Return the cost of scores, hardest-negative loss, and gradients of regions and words, without the encoders."""
+    """Return the cost of scores, hardest-negative loss, and gradients of regions and words, without the encoders.
+
+    Scores and loss are separate calls: six launches, without the fills and copies of PyTorch.
+    """
     return scores(batch, batch, dim, words, element) + loss(batch) + backward(batch, dim, words, element)
+
+
+def matching_step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+    """Return the cost of a step with `matching_loss`: as `step`, with pairs and loss in the same launch."""
+    return step(batch, dim, words, element) + Cost(launches=-1)
 
 
 def regulated_scores(
@@ -253,7 +262,7 @@ def encoders(batch: int, features: int = 2048, embedded: int = 300, dim: int = D
 
 def epoch(batch: int = 128) -> Cost:
     """Return the cost of one epoch of hardest-negative steps on COCO, without encoders and reading of features."""
-    return step(batch).times(EPOCH_IMAGES * EPOCH_CAPTIONS / batch)
+    return matching_step(batch).times(EPOCH_IMAGES * EPOCH_CAPTIONS / batch)
 
 
 @dataclass(frozen=True)

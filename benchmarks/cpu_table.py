@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.units import commit_of
 from itm_fast.benchmarking.table import megabytes, table, time
 
 __all__ = ["markdown", "summary"]
@@ -109,10 +110,9 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def _where(environment: Mapping[str, Any]) -> str:
-    commit = (environment["commit"] or "an installed package")[:12]
-    changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
+    commit = commit_of(environment, "an installed package")
     return (
-        f"Measured on {environment['date'][:10]} with `{environment['command']}` at {commit}{changed}: "
+        f"Measured on {environment['date'][:10]} with `{environment['command']}` at {commit}: "
         f"{environment['processor']}, {environment['threads']} threads, {environment['instruction_set']}, "
         f"torch {environment['torch']}, float32. Medians of interleaved runs, smallest and largest in brackets; "
         "peak memory above the inputs, each in a separate process."

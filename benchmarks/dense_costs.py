@@ -1,12 +1,14 @@
 """The backward of scores in blocks, for gradients of all pairs, in the cost model: operations, bytes and counted loops.
 
-Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `listed_seconds`, `step`. Images have 36 regions.
+Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `listed_seconds`, `of_tiles`, `step`, `step_cost`.
+Images have 36 regions.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from benchmarks import costs
 from benchmarks.costs import DIM, ELEMENT, REGIONS, SOFTMAX_OPERATIONS, WORDS, Cost
@@ -24,13 +26,24 @@ from benchmarks.kernels import (
 )
 from itm_fast.benchmarking.workloads import caption_lengths
 
-__all__ = ["Chunks", "backward", "backward_cost", "chunks", "listed_seconds", "step"]
+__all__ = [
+    "Chunks",
+    "backward",
+    "backward_cost",
+    "chunks",
+    "listed_seconds",
+    "of_tiles",
+    "step",
+    "step_cost",
+]
 
 KERNEL = "backpropagate_pairs<BFloat16>"
 # Rows of a tile of regions and of one of words, parts of a coefficient, rows and columns of a task of a product, and
 # numbers in the workspace (block_plan.h, part_steps.h, cross_attention_backward_launch.h).
 ROWS, COLUMNS, PARTS, SIDE, ROOM = 80, 64, 2, 128, 7_000_000
 DEPTH = 32  # of a step of a product
+# Products with Gram matrices and the terms of M, which are on the ordinary units.
+ORDINARY_PRODUCTS = ("block Gram rows", "block squares")
 WIDTH = math.ceil(REGIONS / 8) * 8  # of a row of a Gram matrix
 
 
@@ -107,6 +120,13 @@ def backward(batch: int, dim: int = DIM) -> Work:
     return Work(backward_cost(batch, dim), launches)
 
 
+def of_tiles(batch: int, device: str, loops: Sequence[str] | None = None) -> dict[str, float]:
+    """Return the seconds that the tiles of `backward` keep each unit busy; with `loops`, these loops of them only."""
+    tiles = backward(batch).counted[1]
+    kept = {name: units for name, units in tiles.work.items() if loops is None or name in loops}
+    return {unit: tiles.times * busy for unit, busy in times(replace(tiles, work=kept), device).items()}
+
+
 def listed_seconds(batch: int, device: str) -> float:
     """Return the predicted seconds of the same backward as lists of pairs.
 
@@ -117,6 +137,12 @@ def listed_seconds(batch: int, device: str) -> float:
     queries = times(Launch(KERNEL, {"queries": lists.work["queries"]}), device)
     busy["tensor cores"] -= queries["tensor cores"] * (1 - math.ceil(WORDS / 16) * 16 / 48)
     return max(busy.values()) + LAUNCH_SECONDS * backward_cost(batch).launches
+
+
+def step_cost(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+    """Return the cost of scores, a loss over all negatives, and the gradients of regions and words."""
+    forward = costs.scores(batch, batch, dim, words, element) + costs.loss(batch)
+    return forward + backward_cost(batch, dim, words, element)
 
 
 def step(batch: int, dim: int = DIM) -> Work:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.units import commit_of
 from itm_fast.benchmarking.run import FORMAT_VERSION
 from itm_fast.benchmarking.table import table
 from itm_fast.files.environment import environment
@@ -112,7 +113,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"{table(lines)}\n\nBatches of {sizes['batch']} distinct images; medians of {sizes['steps']} batches after "
         f"every row was in one, in processor time on one thread; the machine's load was {before:.1f} at the start and "
         f"{after:.1f} at the end. {where['processor']}, {where['date'][:10]}, commit "
-        f"{(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`. The paper states "
+        f"{commit_of(where)}; made by `{where['command']}`. The paper states "
         f"{PUBLISHED / 1000:.1f} GB for COCO.\n"
     )
 

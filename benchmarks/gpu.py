@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import itm_fast.functional as F_itm
-from benchmarks import costs, maxsim_costs
+from benchmarks import costs, dense_costs, gpu_workloads, maxsim_costs
 from benchmarks import maxsim_workloads as maxsim
 from benchmarks.costs import Cost
+from benchmarks.gpu_workloads import PATCH_SIZES, make_ranks
+from benchmarks.long_sets import PatchSizes
 from benchmarks.machine import described_device
 from benchmarks.maxsim_costs import MAXSIM_SIZES
 from benchmarks.maxsim_workloads import MaxsimSizes
-from itm_fast import reference
 from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import Meter
 from itm_fast.benchmarking.run import compiler_found, measure_variants
@@ -45,6 +45,8 @@ MAXSIM = ("maxsim_scores",)
 NEEDED = {
     "make_scores": SCORING,
     "make_step": STEPPING,
+    "make_matching_step": ("matching_loss", "cross_attention_scores_backward"),
+    "make_long_scores": SCORING,
     "make_regulated_scores": REGULATING,
     "make_regulated_step": (*REGULATING, "regulated_scores_backward", "triplet_loss", "triplet_loss_backward"),
     "make_maxsim_scores": MAXSIM,
@@ -64,21 +66,12 @@ LOSSES = (
 # Results compared with float64, and the largest batch to compare.
 ACCURACIES: dict[str, tuple[Callable[..., dict[str, float]], int]] = {
     "make_scores": (workloads.accuracy, 128),
+    "make_long_scores": (gpu_workloads.long_accuracy, 128),
     "make_regulated_scores": (regulated.accuracy, 128),
     "make_maxsim_scores": (maxsim.accuracy, 128),
     "make_loss": (partial(workloads.loss_accuracy, "triplet"), 4096),
     "make_boosting": (partial(workloads.loss_accuracy, "boosting"), 4096),
 }
-
-
-def make_ranks(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Ranks of a score matrix in both directions; five captions per image."""
-    n_images, n_captions = (4, 20) if small else (sizes.images, sizes.captions)
-    generator = torch.Generator(sizes.device).manual_seed(0)
-    scores = torch.rand(n_images, n_captions, generator=generator, device=sizes.device)
-    caption_image = torch.arange(n_captions, device=sizes.device) * n_images // n_captions
-    functions: Any = F_itm if variant.startswith("native") else reference
-    return lambda: functions.retrieval_ranks(scores, caption_image)
 
 
 @dataclass(frozen=True)
@@ -97,12 +90,17 @@ class GpuPreset:
     compiled: bool = True
     memory: bool = True
     maxsim: tuple[MaxsimSizes, ...] = MAXSIM_SIZES
+    patches: tuple[PatchSizes, ...] = PATCH_SIZES
 
 
 PRESETS = {
     "full": GpuPreset((128, 1024), 128, 1024, (128, 4096, 8192), (5000, 25000), 30, 5, product=8192, copied_bytes=GIB),
     "quick": GpuPreset(
-        (128,), 128, 1024, (128, 4096), (1000, 5000), 10, 3, product=8192, copied_bytes=GIB, compiled=False
+        *((128,), 128, 1024, (128, 4096), (1000, 5000), 10, 3),
+        product=8192,
+        copied_bytes=GIB,
+        compiled=False,
+        patches=PATCH_SIZES[1:2],
     ),
     "dry": GpuPreset(
         *((4,), 4, 16, (8,), (2, 10), 2, 1),
@@ -111,6 +109,7 @@ PRESETS = {
         compiled=False,
         memory=False,
         maxsim=(MaxsimSizes(4, 4, 16, words=3, patches=5),),
+        patches=(PatchSizes(4, 16, patches=7, tokens=3),),
     ),
 }
 
@@ -141,14 +140,25 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     sizes = Sizes(preset.step_batch, preset.step_batch, preset.dim, device)
     cost = partial(costs.step, preset.step_batch, preset.dim)
     found.append(_Workload(f"step {preset.step_batch}", workloads.make_step, (sizes,), _of(cost), loop, natives))
+    cost, make = partial(costs.matching_step, preset.step_batch, preset.dim), gpu_workloads.make_matching_step
+    found.append(_Workload(f"matching step {preset.step_batch}", make, (sizes,), _of(cost), packed, natives))
+    cost = partial(dense_costs.step_cost, preset.step_batch, preset.dim)
+    of_all = (sizes, "all")
+    found.append(_Workload(f"step all {preset.step_batch}", workloads.make_step, of_all, _of(cost), packed, natives))
+    sides = {"packed": runs, "packed bf16": runs}
+    for long in preset.patches:
+        name, arguments = f"long scores {long.tokens} x {long.patches}", (replace(long, device=device),)
+        cost = partial(costs.scores, long.batch, long.batch, long.dim, long.tokens, regions=long.patches)
+        make = gpu_workloads.make_long_scores
+        found.append(_Workload(name, make, arguments, _of(cost), {"loop": loop_runs, **sides}, natives))
     found += _regulated_workloads(preset, device)
     for size in preset.maxsim:
         sized, label = (replace(size, device=device),), f"{size.words} x {size.patches}"
         cost, of_step = partial(maxsim_costs.scores_cost, size), partial(maxsim_costs.step_cost, size)
         make, make_step = maxsim.make_maxsim_scores, maxsim.make_maxsim_step
-        sides = {"loop": loop_runs, "packed": runs, "packed bf16": runs}
-        found.append(_Workload(f"maxsim scores {label}", make, sized, _of(cost), sides, natives))
-        found.append(_Workload(f"maxsim step {label}", make_step, sized, _of(of_step), sides, natives))
+        baselines = {"loop": loop_runs, **sides}
+        found.append(_Workload(f"maxsim scores {label}", make, sized, _of(cost), baselines, natives))
+        found.append(_Workload(f"maxsim step {label}", make_step, sized, _of(of_step), baselines, natives))
     plain, of_scores = {"plain": runs}, ("native", *graph[:1])
     for batch in preset.loss_batches:
         for kind, make, cost_of, minings in LOSSES:
@@ -281,7 +291,7 @@ def _accuracy(workload: _Workload, variant: str) -> dict[str, Any]:
     """Compare the variant with float64 if the workload is small enough."""
     accuracy, most = ACCURACIES.get(workload.make.__name__, (None, 0))
     size, *_ = workload.arguments
-    count = size.captions if isinstance(size, Sizes) else size
+    count = size.captions if isinstance(size, Sizes) else size.batch if isinstance(size, PatchSizes) else size
     return {"accuracy": accuracy(variant, *workload.arguments)} if accuracy is not None and count <= most else {}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu import FORMAT_VERSION, KIND
+from benchmarks.units import commit_of
 from itm_fast.benchmarking.table import megabytes, table, time
 
 __all__ = ["check_is_of_a_gpu", "markdown"]
@@ -36,12 +37,11 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def _where(results: Mapping[str, Any]) -> str:
     environment, device, reached = results["environment"], results["device"], results["ceilings"]
-    commit = (environment["commit"] or "an installed package")[:12]
-    changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
+    commit = commit_of(environment, "an installed package")
     dry = "**A dry run without a GPU, whose times mean nothing.** " if results["dry_run"] else ""
     driver = f" (driver {device['driver']}, CUDA {device['cuda']})" if device["type"] == "cuda" else ""
     return (
-        f"{dry}Measured on {environment['date'][:10]} with `{environment['command']}` at {commit}{changed}: "
+        f"{dry}Measured on {environment['date'][:10]} with `{environment['command']}` at {commit}: "
         f"{device['name']}{driver}, torch {environment['torch']}. In the same run a product of random bf16 matrices "
         f"reached {reached['gemm_bf16']['flop_per_s'] / 1e12:.3g} TFLOP/s and a copy "
         f"{reached['copy']['bytes_per_s'] / 1e12:.3g} TB/s, read and written; shares below refer to these, with the "

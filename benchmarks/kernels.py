@@ -300,6 +300,11 @@ def step(batch: int, dim: int = costs.DIM) -> Work:
     return scores(batch, batch, dim) + loss(batch) + backward(batch, dim)
 
 
+def matching_step(batch: int, dim: int = costs.DIM) -> Work:
+    """The same with `matching_loss`. Scores and loss have a barrier of the grid between them, as launches have."""
+    return replace(step(batch, dim), cost=costs.matching_step(batch, dim))
+
+
 def regulated_scores(images: int, captions: int, dim: int = costs.DIM, width: int = costs.ALIGNMENT) -> Work:
     """RCAR's text-to-image scores with two steps of RAR and one of RCR: pairs of a tile of words and an image."""
     lengths = caption_lengths(captions).tolist()

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import itm_fast.functional as F_itm
 from benchmarks.machine import processor_time
+from benchmarks.units import commit_of
 from itm_fast import Fragments
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.table import megabytes, table
@@ -138,7 +139,7 @@ def markdown(results: dict[str, Any]) -> str:
     where = results["environment"]
     runs = len(next(iter(results["measured"][0]["forms"].values()))["runs_s"])
     return (
-        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
+        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {commit_of(where)}: "
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}; scores, hardest negatives and "
         f"gradients for {PATCHES} patches and {WORDS.start} to {WORDS.stop - 1} words, d = {DIM}, without encoders. "
         f"Medians of {runs} interleaved runs in processor time, smallest and largest in brackets; peak memory above "

@@ -32,6 +32,7 @@ from benchmarks.laps_encoders import (
     step_of,
 )
 from benchmarks.machine import kept_bytes, processor_time
+from benchmarks.units import changes_of
 from itm_fast.benchmarking.measure import interleave, peak_memory, reset_peak, status_bytes
 from itm_fast.benchmarking.table import megabytes, table
 from itm_fast.benchmarking.table import time as described_time
@@ -74,6 +75,8 @@ def run(
     results["loads"] = [*results.get("loads", []), load]
     if commit not in results["commits"]:
         results["commits"].append(commit)
+    changed = results["environment"]["uncommitted_changes"] or where["uncommitted_changes"]
+    results["environment"] = results["environment"] | {"uncommitted_changes": changed}
     model = make_model(sizes)
     results |= {"sizes": attrs.asdict(sizes), "weight_bytes": bytes_of(model)}
     if "small" not in results:
@@ -252,7 +255,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"Batches of {small['batch']}, micro-batches of {small['micro_batch']}: everything is measured, and memory is "
         f"counted, too.\n\n{table(rows)}\n\nLarger batches, micro-batches of {results['large'][0]['micro_batch']}:\n\n"
         f"{table(larger)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at "
-        f"{', '.join(str(commit)[:12] for commit in results['commits'])}: "
+        f"{', '.join(str(commit)[:12] for commit in results['commits'])}{changes_of(where)}: "
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}, float32, random weights. ViT: "
         f"{sizes['side']} pixels, patches of {sizes['patch']}, width {sizes['width']}, {sizes['layers']} layers; BERT "
         f"of the same width and depth, captions of {laps.WORDS.start} to {laps.WORDS.stop - 1} tokens; joint width "

@@ -10,15 +10,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
 from benchmarks.machine import processor_time
+from benchmarks.units import commit_of
 from itm_fast import Fragments, reference
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import interleave, peak_memory
@@ -32,7 +33,7 @@ FORMAT_VERSION = 1
 FORMS = {"packed": "packed PyTorch", "native": "itm_fast", "native bf16": "itm_fast, bfloat16"}
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class PatchSizes:
     """A batch of pictures and captions, all of equal length."""
 
@@ -40,6 +41,7 @@ class PatchSizes:
     dim: int
     patches: int
     tokens: int
+    device: str = "cpu"
 
     @property
     def products(self) -> int:
@@ -49,8 +51,11 @@ class PatchSizes:
 
 def sides_of(form: str, sizes: PatchSizes) -> tuple[Fragments, ...]:
     """Return words and patches of unit length."""
-    generator = torch.Generator().manual_seed(0)
-    both = (torch.randn(sizes.batch, n, sizes.dim, generator=generator) for n in (sizes.tokens, sizes.patches))
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    both = (
+        torch.randn(sizes.batch, n, sizes.dim, generator=generator, device=sizes.device)
+        for n in (sizes.tokens, sizes.patches)
+    )
     return workloads.in_precision(
         form, [Fragments.from_padded(torch.nn.functional.normalize(rows, dim=2)) for rows in both]
     )
@@ -58,7 +63,7 @@ def sides_of(form: str, sizes: PatchSizes) -> tuple[Fragments, ...]:
 
 def make_call(form: str, kind: str, sizes: PatchSizes, small: bool = False) -> Callable[[], Any]:
     """Return the call to measure: "scores" without gradient, or a "step" with hardest negatives."""
-    sides = sides_of(form, attrs.evolve(sizes, batch=2) if small else sizes)
+    sides = sides_of(form, replace(sizes, batch=2) if small else sizes)
     if kind == "scores":
         return workloads.without_gradient(workloads.SCORES[form], *sides)
     return workloads.step_of(form, workloads.SCORES[form], sides)
@@ -94,9 +99,9 @@ def run(
         found = {name: timing.as_dict() for name, timing in timings.items()}
         for name, make in (makes if memory else {}).items():
             found[name]["peak_bytes"] = peak_memory(make, threads=threads)
-        small = attrs.evolve(sizes, batch=min(8, sizes.batch))
+        small = replace(sizes, batch=min(8, sizes.batch))
         errors = {form: accuracy(form, small) for form in FORMS}
-        measured.append({"sizes": attrs.asdict(sizes), "products": sizes.products, "forms": found, "errors": errors})
+        measured.append({"sizes": asdict(sizes), "products": sizes.products, "forms": found, "errors": errors})
     return {
         "format_version": FORMAT_VERSION,
         "environment": environment(threads, build_info()),
@@ -132,7 +137,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     where, sizes = results["environment"], results["measured"][0]["sizes"]
     runs = len(next(iter(results["measured"][0]["forms"].values()))["runs_s"])
     return (
-        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
+        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {commit_of(where)}: "
         f"{where['processor']}, {where['threads']} threads, {where['instruction_set']}, torch {where['torch']}; SCAN "
         f"t2i, {sizes['batch']} x {sizes['batch']} pairs, d = {sizes['dim']}, hardest negatives. Medians of "
         f"{runs} interleaved runs in processor time, smallest and largest in brackets; peak memory above the inputs, "

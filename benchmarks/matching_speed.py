@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.machine import processor_time
 from benchmarks.scenarios import Setup, make_batch
+from benchmarks.units import commit_of
 from itm_fast import models
 from itm_fast.benchmarking.measure import interleave
 from itm_fast.benchmarking.run import FORMAT_VERSION
@@ -107,7 +108,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         ),
         "",
         f"Processor time, median of {_RUNS} runs of {pairs:,} pairs. {where['processor']}, {where['threads']} "
-        f"thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`.",
+        f"thread(s), {where['date'][:10]}, commit {commit_of(where)}; made by `{where['command']}`.",
     ]
     return "\n".join(lines) + "\n"
 

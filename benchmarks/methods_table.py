@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.scenarios import percent
+from benchmarks.units import commit_of
 from itm_fast.benchmarking.table import megabytes, table
 
 __all__ = ["markdown"]
@@ -162,6 +163,6 @@ def _where(results: Mapping[str, Any]) -> str:
         "Processor time, one thread; medians of interleaved runs, in brackets the range, for percentages "
         f"over single rounds; rows with one run come after the others of their host; runs for ADDR: {turns}. "
         f"The machine's load was {before:.1f} at the start and {after:.1f} at the end. Errors are relative, of float32 "
-        f"against float64. {where['processor']}, {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; "
+        f"against float64. {where['processor']}, {where['date'][:10]}, commit {commit_of(where)}; "
         f"made by `{where['command']}`."
     )

@@ -27,6 +27,7 @@ from benchmarks.scenarios import (
     memory_given_back,
     processor_time,
 )
+from benchmarks.units import commit_of
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.run import FORMAT_VERSION
 from itm_fast.files.environment import environment
@@ -103,7 +104,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         "",
         f"Processor time, median of interleaved runs ({runs}); memory is the peak of a fresh process with its model, "
         f"optimiser and two steps, without the features of the batch. {where['processor']}, {where['threads']} "
-        f"thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`.",
+        f"thread(s), {where['date'][:10]}, commit {commit_of(where)}; made by `{where['command']}`.",
     ]
     return "\n".join(lines) + "\n"
 

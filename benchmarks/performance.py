@@ -27,11 +27,17 @@ PUBLISHED_PER_PAIR = (3e-6, 55e-6)
 
 @attrs.frozen
 class Workload:
-    """A line of the tables, and its name in the benchmark if that measures it."""
+    """A line of the tables.
+
+    Attributes:
+        measured_as: its name in the benchmark.
+        steps: how many of the measured steps it takes.
+    """
 
     title: str
     work: Work
-    measured_as: str | None = None
+    measured_as: str
+    steps: float = 1.0
 
     @property
     def cost(self) -> Cost:
@@ -49,7 +55,8 @@ def _maxsim(sizes: MaxsimSizes) -> tuple[Workload, Workload]:
 
 def _long_scores(patches: int) -> Workload:
     sets = f"64 x 64 sets of 64 x {patches} rows, d = 512"
-    return Workload(f"scores, {sets}", kernels.long_scores(64, 64, patches, words=64, dim=512))
+    work = kernels.long_scores(64, 64, patches, words=64, dim=512)
+    return Workload(f"scores, {sets}", work, f"long scores 64 x {patches}")
 
 
 STEPS_OF_EPOCH = costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
@@ -57,8 +64,9 @@ WORKLOADS = (
     Workload("scores, 128 x 128", kernels.scores(128, 128), "scores 128"),
     Workload("scores, 1024 x 1024", kernels.scores(1024, 1024), "scores 1024"),
     *map(_long_scores, (196, 576)),
-    Workload("hardest-negative step, B = 128", kernels.step(128), "step 128"),
-    Workload("step over all negatives, B = 128", dense_costs.step(128)),
+    Workload("hardest-negative step, separate calls, B = 128", kernels.step(128), "step 128"),
+    Workload("hardest-negative step, `matching_loss`, B = 128", kernels.matching_step(128), "matching step 128"),
+    Workload("step over all negatives, B = 128", dense_costs.step(128), "step all 128"),
     Workload("RCAR scores, 128 x 128", kernels.regulated_scores(128, 128), "regulated scores 128"),
     Workload("RCAR scores, 1024 x 1024", kernels.regulated_scores(1024, 1024), "regulated scores 1024"),
     Workload("RCAR hardest-negative step, B = 128", kernels.regulated_step(128), "regulated step 128"),
@@ -71,7 +79,12 @@ WORKLOADS = (
     Workload("boosting loss and gradient, B = 4096", kernels.loss(4096, BOOSTING), "boosting hardest 4096"),
     Workload("ranks, 5000 x 25000", kernels.ranks(5000, 25000), "ranks 5000 x 25000"),
     Workload("COCO-5K evaluation, 5000 x 25000", kernels.evaluation(5000, 25000), "evaluation 5000 x 25000"),
-    Workload("one COCO epoch, 4,425 steps of B = 128", repeated(kernels.step(128), STEPS_OF_EPOCH)),
+    Workload(
+        "one COCO epoch, 4,425 steps with `matching_loss`, B = 128",
+        repeated(kernels.matching_step(128), STEPS_OF_EPOCH),
+        "matching step 128",
+        STEPS_OF_EPOCH,
+    ),
 )
 
 
@@ -159,7 +172,7 @@ def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
 
 def _consequences() -> str:
     """Summarise the predictions in sentences."""
-    evaluation, step = kernels.evaluation(5000, 25000), kernels.step(128)
+    evaluation, step = kernels.evaluation(5000, 25000), kernels.matching_step(128)
     epoch = repeated(step, STEPS_OF_EPOCH)
     times = [f"{seconds(predict(evaluation, name).seconds)} on {name}" for name in DEVICES]
     epochs = [f"{seconds(predict(epoch, name).seconds)} on {name}" for name in DEVICES]
@@ -186,10 +199,20 @@ def _all_negatives() -> str:
     blocks = dense_costs.backward(128)
     lists = {name: seconds(dense_costs.listed_seconds(128, name)) for name in DEVICES}
     times = [f"{seconds(predict(blocks, name).seconds)} instead of {lists[name]} on {name}" for name in DEVICES]
+    shares = []
+    for name in DEVICES:
+        busy, part = (dense_costs.of_tiles(128, name, loops) for loops in (None, dense_costs.ORDINARY_PRODUCTS))
+        bound = max(busy, key=lambda unit: busy[unit])
+        shares.append(
+            f"{seconds(part['issue slots'])} of {seconds(busy['issue slots'])} on {name}, where the tiles take "
+            f"{seconds(busy[bound])} ({bound})"
+        )
     return (
         f"- The backward over all negatives at B = 128 is predicted to take {', '.join(times)}, in blocks of scores "
         "instead of lists of pairs. Neither counts the softmax over the regions and its gradient. Blocks count the "
-        "quadratic form, the cosines, W and M, too; lists count only products of rows."
+        "quadratic form, the cosines, W and M, too; lists count only products of rows. In a "
+        "tile of blocks, products with Gram matrices and the sums of M are on the ordinary units. Of the time of all "
+        f"issued instructions they take {'; '.join(shares)}."
     )
 
 
@@ -222,12 +245,12 @@ def _reached(workload: Workload, measured: Mapping[str, Any] | None, floor: floa
     """Render the fastest native variant on 16-bit inputs, or on scores, with the share of its floor."""
     if measured is None:
         return NOT_RUN
-    if workload.measured_as is None:
-        return "not measured as a whole"
     found = measured["workloads"].get(workload.measured_as, {"variants": {}})["variants"]
-    of_vectors = workload.measured_as.startswith(("scores", "step", "regulated", "maxsim", "evaluation"))
+    of_vectors = workload.measured_as.startswith(
+        ("scores", "step", "matching", "long", "regulated", "maxsim", "evaluation")
+    )
     natives = {
-        name: figures["median_s"]
+        name: workload.steps * figures["median_s"]
         for name, figures in found.items()
         if name.startswith("native bf16" if of_vectors else "native")
     }

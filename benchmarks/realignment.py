@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.units import commit_of
 from itm_fast import build_info, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.files import atomic
@@ -113,7 +114,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         ]  # fmt: skip
     said = (
         f"Sum of the six recalls on the {results['images']} images of test, of 600. `{where['command']}` on "
-        f"{where['processor']}, {where['date'][:10]}, at {(where['commit'] or 'no commit')[:12]}."
+        f"{where['processor']}, {where['date'][:10]}, at {commit_of(where)}."
     )
     return "\n".join([*lines, said]) + "\n"
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import processor_time
+from benchmarks.units import commit_of
 from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.table import table
@@ -120,7 +121,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     captions, images = results["pairs"]
     runs = len(found["native scores"]["runs_s"])
     return (
-        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
+        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {commit_of(where)}: "
         f"{where['processor']}, {where['threads']} threads, {where['instruction_set']}, torch {where['torch']}, "
         f"float32, {captions} x {images} pairs, d = {results['dim']}, m = 256. Medians of {runs} interleaved runs in "
         f"processor time, smallest and largest in brackets; peak memory above the inputs, each in a separate "

@@ -26,6 +26,7 @@ from typing import Any
 import attrs
 import torch
 
+from benchmarks.units import commit_of
 from itm_fast import models
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.run import FORMAT_VERSION
@@ -306,7 +307,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"Processor time, median of {len(single['runs_s'])} interleaved runs; memory is the peak of fresh processes "
         f"with their models, optimisers and three steps, the median of {MEMORY_RUNS}. Pairs are those of the first "
         f"step over all branches, in brackets as a multiple of one branch. {where['processor']}, "
-        f"{where['threads']} thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by "
+        f"{where['threads']} thread(s), {where['date'][:10]}, commit {commit_of(where)}; made by "
         f"`{where['command']}`."
     )
     return "\n".join(lines) + "\n"

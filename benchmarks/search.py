@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.search_images import ImageModel, real_images
 from benchmarks.search_measures import CANDIDATES, K, changes, search
+from benchmarks.units import commit_of
 from itm_fast import build_info
 from itm_fast.benchmarking.table import table
 from itm_fast.data import emoji
@@ -129,7 +130,7 @@ def markdown(results: dict[str, Any]) -> str:
         "SCAN, d = 256, 36 regions per image, the model of `itm-fast demo`. Encoding takes "
         f"{1e3 * results['encode_cpu_s_per_item']:.1f} ms of processor time per image, pooling and writing "
         f"{1e3 * results['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} with "
-        f"`{where['command']}` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load of the "
+        f"`{where['command']}` at {commit_of(where)}: {where['processor']}, torch {where['torch']}; load of the "
         f"machine {results['load']:.0f}.\n"
     )
 

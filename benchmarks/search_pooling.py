@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.units import commit_of
 from itm_fast import build_info
 from itm_fast.benchmarking.table import table
 from itm_fast.data import emoji
@@ -157,7 +158,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"the emoji. Learning the vectors took {results['learning_cpu_s']:.0f} s of processor time. With stored "
         f"rows in bf16, {100 * results['stored']['bf16']:.1f} % of the ten best are those of float32 rows, with int8 "
         f"{100 * results['stored']['int8']:.1f} %. Measured on "
-        f"{where['date'][:10]} with `python -m benchmarks.search_pooling` at {where['commit'][:12]}: "
+        f"{where['date'][:10]} with `python -m benchmarks.search_pooling` at {commit_of(where)}: "
         f"{where['processor']}, torch {where['torch']}.\n"
     )
 

@@ -1,16 +1,31 @@
-"""Format numbers of the benchmarks. Inside: `amount`, `seconds`."""
+"""Format numbers and commits of the benchmarks. Inside: `amount`, `changes_of`, `commit_of`, `seconds`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["amount", "seconds"]
+__all__ = ["amount", "changes_of", "commit_of", "seconds"]
 
 
 def amount(value: float, unit: str) -> str:
     """Format operations or bytes: 1,500 "B" is 1.5 kB."""
     scales = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
     return _scaled(value, [(scale, prefix + unit) for scale, prefix in scales])
+
+
+def commit_of(environment: Mapping[str, Any], missing: str = "unknown") -> str:
+    """Format the commit of a measurement; say so if the sources had uncommitted changes.
+
+    Args:
+        missing: what to write if the package ran from no commit.
+    """
+    return (environment["commit"][:12] if environment["commit"] else missing) + changes_of(environment)
+
+
+def changes_of(environment: Mapping[str, Any]) -> str:
+    """Return what follows the commits of a measurement if the sources had uncommitted changes, else nothing."""
+    return ", with uncommitted changes" if environment.get("uncommitted_changes") else ""
 
 
 def seconds(value: float) -> str:

@@ -2,7 +2,7 @@
 tensor-core instructions in its machine code, what its main loop issues beside them, and the loops of the cost model.
 
     python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md and cuda_loops.json
-    python tools/cuda_resources.py --check    # fails if a kernel spills without permission, lacks tensor-core
+    python tools/cuda_resources.py --check    # fails if a kernel spills more than it may, lacks tensor-core
                                               # instructions that it must have, or exceeds the budget of its loop
     python tools/cuda_resources.py --built FOLDER    # reads the machine code that a build kept there
 
@@ -30,12 +30,41 @@ from device_loops import Loop, main_loops
 from native_build import find_torch
 
 PAGE = LOOP_COUNTS.with_name("cuda_resources.md")
-# Kernels that may spill, and read it in their main loops, by the prefix of their names, and why.
-MAY_SPILL: dict[str, str] = {
-    f"matching_loss<{problem}<float>, {products}": "score_tile alone uses all registers that two blocks leave"
-    for problem in ("TripletProblem", "BoostingProblem")
-    for products in ("BFloat16, 1,", "Half, 1,", "float, 1,")
-} | {"regulate_tiles<float, 2,": "three numbers, outside of the main loop"}
+
+
+@dataclass(frozen=True)
+class Spill:
+    """What a kernel may spill.
+
+    Attributes:
+        spilled: bytes stored and loaded.
+        slow: accesses to local memory in a main loop.
+        why: why it spills.
+    """
+
+    spilled: int
+    slow: int
+    why: str
+
+
+_TWO_BLOCKS = (
+    "The launch bound for two blocks per multiprocessor leaves 128 registers, and score_tile alone uses all of them. "
+    "Two blocks fit on sm_90. On sm_80, sm_86 and sm_89 up to 100,656 bytes of shared memory leave room for one: there "
+    "the bound costs spills without a second block. This is not mended yet."
+)
+# Kernels that may spill, by the prefix of their names, with their counts as limits.
+MAY_SPILL: dict[str, Spill] = {
+    f"matching_loss<{problem}<float>, {products} ProductTile<112, 128, 2, 4, 4, 256>, {directions}>": Spill(
+        *limits, _TWO_BLOCKS
+    )
+    for (problem, directions), of_products in {
+        ("TripletProblem", 1): {"BFloat16, 1,": (120, 2), "Half, 1,": (120, 2), "float, 1,": (124, 2)},
+        ("TripletProblem", 2): {"BFloat16, 1,": (320, 2), "Half, 1,": (320, 2), "float, 1,": (272, 2)},
+        ("BoostingProblem", 1): {"BFloat16, 1,": (176, 2), "Half, 1,": (176, 2), "float, 1,": (172, 2)},
+        ("BoostingProblem", 2): {"BFloat16, 1,": (400, 1), "Half, 1,": (400, 1), "float, 1,": (440, 2)},
+    }.items()
+    for products, limits in of_products.items()
+} | {"regulate_tiles<float, 2,": Spill(24, 0, "three numbers, outside of the main loop")}
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
 MUST_USE_TENSOR_CORES = (
     "backpropagate_pairs<",
@@ -57,7 +86,7 @@ MUST_USE_TENSOR_CORES = (
 # 40 and 12.
 BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
     "backpropagate_pairs<BFloat16>": ((95, 10), (70, 6), (60, 8), (40, 8), (30, 8), (40, 8)),
-    "backpropagate_pairs<Half>": ((95, 10), (70, 6), (60, 8), (40, 8), (55, 14)),
+    "backpropagate_pairs<Half>": ((95, 10), (70, 6), (60, 8), (40, 8), (55, 12)),
     "backpropagate_pairs<float>": ((125, 10), (40, 8), (85, 6), (60, 10), (50, 8)),
     "differentiate_regulation<": ((130, 16), (110, 16), (95, 18)),
     "prepare_regulation<BFloat16,": ((100, 6),),
@@ -110,8 +139,8 @@ DYNAMIC = {
 
 HEAD = """# Resources of the CUDA kernels
 
-`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if kernels spill that `MAY_SPILL`
-of the tool does not list, or if one that should use tensor cores has no HMMA instructions. Registers are per
+`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if a kernel spills more than
+`MAY_SPILL` of the tool allows, or if one that should use tensor cores has no HMMA instructions. Registers are per
 thread, of 65,536 in a multiprocessor. Shared memory is per block: static, and dynamic as launches request it. Stack and
 spills are per thread. All sizes are in bytes.
 
@@ -124,8 +153,8 @@ disassembly. Of loops with the same number of HMMA, longer ones for rare cases, 
 Loops include code that they skip, such as that for rows that a set does not have. The instructions per copy are the
 copy itself and those that compute its addresses and conditions. Loads from global memory are scalar if they have at
 most 4 bytes. Slow accesses go to local memory, or to memory of unknown kind. `.ci/run` fails if a loop exceeds its
-budget, or has slow accesses in a kernel that `MAY_SPILL` does not list. Values that differ between architectures are
-listed in the order above.
+budget, or has more slow accesses than `MAY_SPILL` allows. Values that differ between architectures are listed in the
+order above.
 
 """
 
@@ -323,23 +352,24 @@ def over_budget(usages: list[Usage]) -> list[str]:
                 ("other instructions per 16 HMMA", loop.beside_tensor, beside),
                 ("instructions per copy", loop.per_copy, copying),
                 ("scalar loads", loop.scalar_loads, 0),
-                ("slow accesses", 0 if _may_spill(usage.kernel) else loop.slow_loads, 0),
+                ("slow accesses", loop.slow_loads, allowed_spill(usage.kernel).slow),
             ):
                 if found > limit:
                     problems.append(f"{where}: {found:.4g} {what} in the main loop, budget {limit}")
     return problems
 
 
-def _may_spill(kernel: str) -> bool:
-    return kernel.startswith(tuple(MAY_SPILL))
+def allowed_spill(kernel: str) -> Spill:
+    """Return the limits of `MAY_SPILL`, zero for a kernel that it does not list."""
+    return next((spill for name, spill in MAY_SPILL.items() if kernel.startswith(name)), Spill(0, 0, ""))
 
 
 def spilling(usages: list[Usage]) -> list[str]:
-    """Return one line for each kernel that spills without permission."""
+    """Return one line for each kernel that spills more than it may."""
     return [
-        f"{u.kernel} spills {u.spilled} bytes on sm_{u.architecture}"
+        f"{u.kernel} spills {u.spilled} bytes on sm_{u.architecture}, allowed {allowed_spill(u.kernel).spilled}"
         for u in usages
-        if u.spilled and not _may_spill(u.kernel)
+        if u.spilled > allowed_spill(u.kernel).spilled
     ]
 
 
@@ -391,7 +421,7 @@ def main() -> None:
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))
     print(
-        f"{len(usages)} kernels: none spills without permission, all that should use tensor cores do, and main loops "
+        f"{len(usages)} kernels: none spills more than it may, all that should use tensor cores do, and main loops "
         "keep their budgets"
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,8 +45,22 @@ def test_a_step_adds_loss_and_backward() -> None:
     assert step.other - scores.other - loss.other == 12 * 2 * 5 * 8 * 36
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16
     assert loss == Cost(other=64, bytes=128, launches=1)
-    # Preparation and pairs; loss value and gradient; scatter of the gradient, lists, pairs with their sums.
+    # Preparation and pairs; loss value and gradient; scaling of that gradient, lists, pairs with their sums.
     assert step.launches == 2 + 1 + 3
+    # Preparation; pairs, loss value and gradient.
+    assert costs.matching_step(4, dim=10, words=5) == replace(step, launches=2 + 3)
+
+
+def test_the_launches_of_a_step_are_those_of_the_design() -> None:
+    """By the numbers that begin the cells of the table of launches: of scores, of a loss, and of `matching_loss`."""
+    text = (ROOT / "docs/internals/design.md").read_text(encoding="utf-8")
+    names = ("cross-attention", "hardest negatives, SelHN", "these losses on cross-attention")
+    rows = [re.findall(r"[^|]+", re.search(rf"^\| {name}.*$", text, re.M)[0]) for name in names]
+    scores, loss, together = ([cell.strip() for cell in row] for row in rows)
+    forward, backward = ([int(row[column][0]) for row in (scores, loss, together)] for column in (1, 2))
+    assert costs.step(4).launches == forward[0] + forward[1] + backward[1] + backward[0]
+    assert together[2].startswith("1 + 2;")
+    assert costs.matching_step(4).launches == forward[2] + backward[1] + backward[0]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -100,6 +116,7 @@ def test_ranks_evaluation_and_epoch() -> None:
     assert ranks.bytes == 4 * 500 + 8 * 110
     assert costs.evaluation(10, 50) == costs.scores(10, 50) + ranks
     assert costs.epoch(128).tensor == pytest.approx(113_287 * 5 / 128 * costs.step(128).tensor)
+    assert costs.epoch(128).launches == round(113_287 * 5 / 128 * costs.matching_step(128).launches)
     # 36 regions of 2048 components into 1024; a GRU of 3 gates, 2 directions and 13 words; three products each.
     encoders = 3 * 2 * 128 * (36 * 2048 * 1024 + 13 * 6 * 1324 * 1024)
     assert costs.encoders(128).tensor == encoders
@@ -143,6 +160,7 @@ def result(name: str = "NVIDIA H200", **changes: Any) -> dict[str, Any]:
             "scores 128": {"variants": variants},
             "loss hardest 4096": {"variants": {"plain": {"median_s": 1.0}, "native": {"median_s": 56e-6}}},
             "step 128": {"variants": {"loop": {"median_s": 1.0}}},
+            "matching step 128": {"variants": {"packed bf16": {"median_s": 1.0}, "native bf16": {"median_s": 1e-4}}},
         },
         "not_built": {"step 128": ["cross_attention_scores_backward"]},
         **changes,
@@ -166,7 +184,10 @@ def test_the_page_says_what_was_measured_and_what_was_not() -> None:
     share = f"floor / time {100 * floor / 32.4e-6:.0f} %"
     assert on_h200["scores, 128 x 128"][-1] == f"**32.4 µs** as a CUDA graph, {share}"
     assert on_h200["triplet loss and gradient, B = 4096"][-1] == "**56 µs**, floor / time 50 %"
-    assert on_h200["hardest-negative step, B = 128"][-1] == "not built: cross_attention_scores_backward"
+    assert on_h200["hardest-negative step, separate calls, B = 128"][-1] == "not built: cross_attention_scores_backward"
+    assert on_h200["hardest-negative step, `matching_loss`, B = 128"][-1].startswith("**100 µs**, ")
+    epoch = "one COCO epoch, 4,425 steps with `matching_loss`, B = 128"
+    assert on_h200[epoch][-1].startswith(f"**{113_287 * 5 / 128 * 0.1:.0f} ms**, ")
     assert on_h200["scores, 1024 x 1024"][-1] == "not run"
     assert {cells[-1] for cells in lines(text, "A100").values()} == {"reached", "---:", NOT_RUN}
 

@@ -36,6 +36,18 @@ def test_the_longest_tasks_of_a_launch_come_first() -> None:
     assert kernels.unevenness(launch, 9) == pytest.approx(3)
 
 
+def test_products_on_the_ordinary_units_are_a_part_of_the_tiles() -> None:
+    """A pair has `K K n` multiply-adds with its Gram matrix, in rows of 40, and as many for M."""
+    tiles, pairs = dense_costs.backward(128).counted[1], 128 * sum(kernels.caption_lengths(128).tolist())
+    assert set(dense_costs.ORDINARY_PRODUCTS) < set(tiles.work)
+    multiply_adds = [kernels.LANES * tiles.times * tiles.work[name] for name in dense_costs.ORDINARY_PRODUCTS]
+    assert multiply_adds == pytest.approx([pairs * 36 * 40 / 8, pairs * 36 * 36])  # eight at a time; one
+    whole, part = (dense_costs.of_tiles(128, "A100", loops) for loops in (None, dense_costs.ORDINARY_PRODUCTS))
+    assert whole == {unit: tiles.times * busy for unit, busy in kernels.times(tiles, "A100").items()}
+    assert 0 < part["issue slots"] < whole["issue slots"]
+    assert part["tensor cores"] == 0
+
+
 @pytest.mark.parametrize("device", GPUS)
 def test_blocks_are_faster_than_lists_and_slower_than_their_floors(device: str) -> None:
     blocks = dense_costs.backward(128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import costs, gpu, maxsim_costs
+from benchmarks import costs, dense_costs, gpu, maxsim_costs
 from benchmarks.gpu_table import check_is_of_a_gpu, markdown
+from benchmarks.gpu_workloads import make_matching_step
+from benchmarks.performance import WORKLOADS
+from itm_fast import build_info
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import CpuMeter, CudaMeter, interleave
+from python_tests.helpers.fragments import native_calls
 from python_tests.helpers.processes import ROOT, run
 
 DRY = replace(gpu.PRESETS["dry"], runs=2)
@@ -101,7 +106,7 @@ def dry_run(**options: Any) -> dict[str, Any]:
 def test_a_run_holds_rates_of_the_cost_model() -> None:
     saved: list[int] = []
     results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
-    assert saved == [*range(1, 14), 13]
+    assert saved == [*range(1, 17), 16]
     found = results["workloads"]["scores 4"]
     assert found["cost"] == asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
@@ -117,6 +122,13 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     assert native["share_of_copy"] == pytest.approx(cost.bytes / native["median_s"] / copy["bytes_per_s"])
     assert "flop_per_s" not in found["variants"]["loop"]
     assert native["accuracy"]["max_score_error"] < 1e-6
+    matching, of_all = results["workloads"]["matching step 4"], results["workloads"]["step all 4"]
+    assert matching["cost"] == asdict(costs.matching_step(4, 16))
+    assert list(matching["variants"])[2:] == ["native", "native high", "native medium", "native bf16"]
+    assert of_all["cost"] == asdict(dense_costs.step_cost(4, 16))
+    long = results["workloads"]["long scores 3 x 7"]
+    assert long["cost"] == asdict(costs.scores(4, 4, 16, words=3, regions=7))
+    assert long["variants"]["native"]["accuracy"]["max_score_error"] < 1e-6
     of_rcar = results["workloads"]["regulated scores 4"]
     assert of_rcar["cost"] == asdict(costs.regulated_scores(4, 4, 16))
     assert of_rcar["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
@@ -142,6 +154,25 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     assert f"| {ratio:.1f}x |" in text
 
 
+def test_a_full_run_measures_every_line_of_the_predictions() -> None:
+    names = [workload.name for workload in gpu._workloads(gpu.PRESETS["full"], "cuda")]
+    assert len(set(names)) == len(names)
+    assert {workload.measured_as for workload in WORKLOADS} <= set(names)
+    for tokens, patches in itertools.product((32, 64), (196, 576)):
+        assert f"long scores {tokens} x {patches}" in names
+
+
+@pytest.mark.parametrize("variant", ["native", "native high", "native bf16"])
+def test_a_step_in_one_call_has_the_gradients_of_separate_calls(variant: str) -> None:
+    sizes = workloads.Sizes(5, 5, 16)
+    with native_calls() as calls:
+        found = make_matching_step(variant, sizes)()
+    if build_info()["dispatch"]["matching_loss"]["cpu"].startswith("native"):
+        assert "matching_loss" in [name for name, _ in calls]
+    for actual, expected in zip(found, workloads.make_step(variant, sizes)(), strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     registered = frozenset({"triplet_loss", "triplet_loss_backward", "retrieval_ranks"})
     monkeypatch.setattr(gpu, "operators_of", lambda device: registered)
@@ -153,6 +184,8 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     regulated["maxsim scores 3 x 5"] = ["maxsim_scores"]
     regulated["maxsim step 3 x 5"] = ["maxsim_scores", "maxsim_scores_backward"]
     of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
+    of_scores |= {"step all 4": scores + backward, "matching step 4": ["matching_loss", *backward]}
+    of_scores["long scores 3 x 7"] = scores
     boosting = {f"boosting {mining} 8": ["boosting_loss", "boosting_loss_backward"] for mining in ("hardest", "all")}
     assert results["not_built"] == of_scores | regulated | boosting
     assert list(results["workloads"]["step 4"]["variants"]) == ["loop", "packed", "packed bf16"]
@@ -181,7 +214,8 @@ def test_a_variant_that_fails_is_written_down_and_the_others_are_measured(monkey
 def test_what_the_limit_leaves_out_is_listed() -> None:
     results = dry_run(limit_s=-1.0)
     assert results["workloads"] == {}
-    names = ["scores 4", "step 4", "regulated scores 4", "regulated step 4"]
+    names = ["scores 4", "step 4", "matching step 4", "step all 4", "long scores 3 x 7"]
+    names += ["regulated scores 4", "regulated step 4"]
     names += ["maxsim scores 3 x 5", "maxsim step 3 x 5", "loss hardest 8", "loss all 8"]
     names += ["loss selective 8", "boosting hardest 8", "boosting all 8", "ranks 2 x 10", "evaluation 2 x 10"]
     assert results["not_run"] == names

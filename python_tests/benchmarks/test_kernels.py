@@ -158,6 +158,11 @@ def test_every_workload_takes_longer_than_its_floors(device: str) -> None:
     assert predict(kernels.step(128), device).bound in kernels.BOUNDS
 
 
+def test_a_step_with_scores_and_loss_together_saves_a_launch() -> None:
+    separate, together = (predict(work(128), "H200").parts for work in (kernels.step, kernels.matching_step))
+    assert {**separate, "launches": 5 * kernels.LAUNCH_SECONDS} == together
+
+
 def test_a_change_of_the_counts_changes_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     before = predict(kernels.step(128), "A100").seconds
     more = json.loads(kernels.COUNTS.read_text())["loops"]

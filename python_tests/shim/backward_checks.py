@@ -14,7 +14,7 @@ from torch import Tensor
 
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments
-from python_tests.helpers.tolerance import Form, assert_as_accurate
+from python_tests.helpers.tolerance import Form, assert_as_accurate, assert_close_to_exact
 from python_tests.shim.shim_backward import NEVER, ROOM, BackwardKernels, Gradients
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -159,10 +159,30 @@ def cancelling_sets(n_sets: int, dim: int = 16) -> tuple[Fragments, Fragments]:
     return queries, contexts
 
 
+def check_opposite_vectors(kernels: BackwardKernels, n_pairs: int = 64, dim: int = 16) -> None:
+    """Check a query with pairs of opposite contexts.
+
+    With "softmax", all logits of a single query are equal: numerators of 1 have an exact sum, those of e^6 have not.
+    The attended vector is zero, so cosines are divided by 1e-8, and an error of all weights shows in the gradients.
+    Rows moved by a rounding would not be opposite, so errors are compared with those of the rows as they are.
+    """
+    queries = random_fragments([1], dim, torch.float32, seed=10)
+    contexts = random_fragments([2 * n_pairs], dim, torch.float32, seed=11)
+    contexts.values[1::2] = -contexts.values[::2]
+    gradients, options = torch.ones(1, 1), {"normalization": "softmax", "temperature": 6.0}
+    found = run(kernels, queries, contexts, gradients, **options)
+    assert not found.queries.any(), "backward: gradient of the queries: opposite vectors do not cancel"
+    (_, plain), (_, exact) = (
+        reference_gradients(queries, contexts, gradients, dtype, **options) for dtype in (torch.float32, torch.float64)
+    )
+    actual = torch.from_numpy(found.contexts)
+    assert_close_to_exact(actual, plain, exact, name="backward: gradient of the contexts")
+
+
 def check_all_gradients(kernels: BackwardKernels) -> None:
     """Check fixed cases that planted faults must fail.
 
-    Lists of several pairs in one chunk and in several, and vectors that cancel.
+    Lists of several pairs in one chunk and in several, vectors that cancel, and opposite vectors.
     """
     lengths = (
         ([3, 1, 0, 9, 5], [4, 1, 11, 6]),
@@ -182,6 +202,7 @@ def check_all_gradients(kernels: BackwardKernels) -> None:
             for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
                 assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
     check_gradients(kernels, *cancelling_sets(3), sparse_gradients(3, 3, 1.0, 0), temperature=0.01)
+    check_opposite_vectors(kernels)
 
 
 def check_all_blocks(kernels: BackwardKernels) -> None:

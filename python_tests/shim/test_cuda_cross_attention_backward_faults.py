@@ -18,9 +18,10 @@ pytestmark = pytest.mark.shim
 
 DRIVER = "cross_attention_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
-LISTS, PARTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD, LAUNCH = (
+ATTENTION, LISTS, PARTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD, LAUNCH = (
     f"{KERNELS}{name}.h"
     for name in (
+        "attention_pair",
         "pair_lists",
         "part_matrix",
         "set_products",
@@ -79,6 +80,10 @@ FAULTS = {
     "attended vectors that cancel are taken from the Gram matrix": (
         (PAIR, "norm.is_lost() ? 1.0f : 0.0f", "norm.is_lost() ? 0.0f : 0.0f"),
         ERROR,
+    ),
+    "the greatest numerator of opposite vectors is not 1": (
+        (ATTENTION, "static constexpr bool small_logits = false;", "static constexpr bool small_logits = true;"),
+        r"^backward: gradient of the contexts: error",
     ),
     "the sums replace stages that are still read": (
         (SUMS, "barrier();  // The stages and the table are filled again, or replaced by the sums.", ""),

@@ -165,7 +165,9 @@ ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_c
   }
 }
 
-// Options for logits in place of raw scores.
+// Options for logits in place of raw scores. They hide only `clipped` and `is_softmax`, which attend_column() calls
+// through logit(). RowStatistics and differentiate_row() must not take them: they read is_l2(), is_l1() and `clips`,
+// which are still those of the raw scores.
 template <typename Options>
 struct LogitOptions : ExactOptions<Options> {
   using ExactOptions<Options>::ExactOptions;
