@@ -242,7 +242,7 @@ def markdown(results: dict[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nPooled vectors of the images and captions of the table above. Each engine finds "
         f"{results['top']:,} items, the shortlist of {CANDIDATES} candidates, with one thread, for "
-        f"{cases[0]['queries']} captions. \"best 10 found\" is the share of the ten images with the best scores that "
+        f'{cases[0]["queries"]} captions. "best 10 found" is the share of the ten images with the best scores that '
         f"are among them, over {exact} captions. HNSW and IVF are told to visit up to four times the least; the row is "
         "of the first setting that finds as many as the product or as four times the least do, less 0.01. Build and "
         "query are processor time; the first query includes opening the index, in wall time on a busy machine. Memory "
