@@ -20,7 +20,17 @@ import attrs
 from itm_fast.files.documents import parse_yaml
 from itm_fast.files.messages import shown
 
-__all__ = ["build", "fields_of", "from_text", "other_default", "renamed", "setting", "to_dict", "with_present_names"]
+__all__ = [
+    "build",
+    "fields_of",
+    "from_text",
+    "other_default",
+    "renamed",
+    "setting",
+    "takes_former_names",
+    "to_dict",
+    "with_present_names",
+]
 
 Config = TypeVar("Config")
 _BOUNDS = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
@@ -53,7 +63,7 @@ def setting(
         group: the heading under which `--help` and the documentation list the field.
         metavar: what `--help` shows as the value; by default a word for the type.
         free_on_resume: a resumed training run may change this field.
-        former: deprecated name of the field; `with_present_names` replaces it.
+        former: deprecated name of the field; see `with_present_names` and `takes_former_names`.
         former_choices: deprecated names of choices; they still work, with a `FutureWarning`.
     """
     metadata = {
@@ -114,6 +124,25 @@ def with_present_names(
             replaced(f"{shown_as(name)} {value}", f"{shown_as(name)} {new}")
             result[name] = new
     return result
+
+
+def takes_former_names(cls: type[Config]) -> type[Config]:
+    """Let the constructor of a configuration class take former names of its fields, with a `FutureWarning`."""
+    former = {field.metadata["former"]: name for name, field in fields_of(cls).items() if field.metadata["former"]}
+    create = cls.__init__
+
+    @functools.wraps(create)
+    def init(self: Config, **values: Any) -> None:
+        for old, new in former.items():
+            if old in values:
+                if new in values:
+                    raise ValueError(f"{old}: the former name of {new}; give the new name alone")
+                warnings.warn(renamed(old, new), FutureWarning, stacklevel=2)
+                values[new] = values.pop(old)
+        create(self, **values)
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def _present_choice(former: Mapping[str, str], value: Any) -> Any:

@@ -35,6 +35,7 @@ GROUPS = (DATA, MODEL, LOSS, OPTIMIZER, MACHINE, RCAR, SELHN, DBL, ADDR, FDF, AO
 MAX_SEED = 2**64 - 1  # the largest that torch takes
 
 
+@settings.takes_former_names
 @attrs.frozen(kw_only=True)
 class TrainConfig:
     """All settings of a training run. Steps are optimiser steps."""

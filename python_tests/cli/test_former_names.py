@@ -120,3 +120,10 @@ def test_arguments_of_the_losses_and_settings() -> None:
     assert (module.mining, module(scores)) == ("sct", old)
     with pytest.warns(FutureWarning, match=r"^contrastive is now sct; "):
         assert TrainConfig(data="d", out="o", mining="contrastive").mining == "sct"
+    with pytest.warns(FutureWarning, match=r"^momentum is now ema_decay; ") as caught:
+        old = TrainConfig(data="d", out="o", scenario="mss", momentum=0.5)  # type: ignore[call-arg]
+    assert (old, caught[0].filename) == (TrainConfig(data="d", out="o", scenario="mss", ema_decay=0.5), __file__)
+    with pytest.raises(ValueError, match=r"^momentum: the former name of ema_decay; give the new name alone$"):
+        TrainConfig(data="d", out="o", scenario="mss", momentum=0.5, ema_decay=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentun'"):
+        TrainConfig(data="d", out="o", momentun=0.5)  # type: ignore[call-arg]
