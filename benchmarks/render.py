@@ -38,12 +38,17 @@ from benchmarks import (
     search_pooling,
 )
 from benchmarks.cpu_table import markdown, summary
+from benchmarks.experiments.reading import read
+from benchmarks.experiments.results import with_winners
+from benchmarks.experiments.verdicts import verdicts_of_papers
 from benchmarks.findings import FINDINGS, selhn_gradients
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PERFORMANCE = ROOT / "docs" / "performance"
+# The pages of results, by the papers' short names.
+PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -101,6 +106,16 @@ def rival_packages() -> str:
     return measured("rivals", rivals.markdown, "make rivals")()
 
 
+def claims() -> str:
+    """Render the verdicts on the claims of the five papers."""
+    papers = {}
+    for paper, name in PAPERS.items():
+        results = RESULTS / "experiments" / f"{name}-claims"
+        experiment = read(ROOT / "benchmarks" / "experiments" / f"{name}-claims.yaml")
+        papers[paper] = (f"{name}.md", with_winners(experiment, results), results)
+    return verdicts_of_papers(papers)
+
+
 def scaled() -> str:
     """Render the projection of rehearsal and reader to more GPUs and larger data."""
     commands = {name: f"python -m benchmarks.{name} --json {{}}" for name in ("coco_epoch", "reader")}
@@ -147,6 +162,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         ),
     },
     PERFORMANCE / "predictions.md": {"cost model": gpus},
+    PERFORMANCE / "results" / "claims.md": {"claims": claims},
     PERFORMANCE / "results" / "fdf.md": {
         "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}")
     },

@@ -1,19 +1,19 @@
 """What the results of an experiment say of its claims: differences paired by seed, with intervals.
 
-Inside: `verdicts`, `interval`.
+Inside: `verdicts`, `verdicts_of_papers`, `interval`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.experiments.files import MEASURES, Claim, Experiment
 from benchmarks.experiments.results import result_of
 
-__all__ = ["interval", "verdicts"]
+__all__ = ["interval", "verdicts", "verdicts_of_papers"]
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -37,6 +37,21 @@ def verdicts(experiment: Experiment, results: Path) -> list[str]:
         cells = [claim.text, rows, MEASURES[claim.of], *_verdict(experiment, claim, results)]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", "A claim holds or fails if the interval of the difference excludes 0; else it is open."]
+
+
+def verdicts_of_papers(papers: Mapping[str, tuple[str, Experiment, Path]]) -> str:
+    """Render one table of the claims of several papers.
+
+    Args:
+        papers: by the name of each paper the address of its page, its experiment and the folder of its results.
+    """
+    heads = ["paper", "claim", "by", "seeds", "paired difference", "95 % interval", "verdict"]
+    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | ---: | ---: | ---: | --- |"]
+    for paper, (page, experiment, results) in papers.items():
+        for claim in experiment.claims:
+            cells = [f"[{paper}]({page})", claim.text, MEASURES[claim.of], *_verdict(experiment, claim, results)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
