@@ -24,7 +24,8 @@ An experiment is a YAML file with these keys:
 
 `run` may be called several times, or with `--jobs`: the processes share the runs.
 
-Each run writes one JSON file atomically. A run with a result is not repeated; an interrupted or killed run resumes from
+Each run writes one JSON file atomically. A run whose loss is no longer finite has the result that it diverged: it wins
+no grid, and its row has no mean. A run with a result is not repeated; an interrupted or killed run resumes from
 its run directory. If a file or folder belongs to other settings or other data, the tool refuses and names the
 difference: results are never overwritten or reused for other settings.
 """
@@ -52,6 +53,7 @@ from benchmarks.experiments.traces import as_text, score_histogram, training_cur
 from itm_fast import config as settings
 from itm_fast.files import atomic
 from itm_fast.models.base import WEIGHTS_FILE
+from itm_fast.training import TrainConfig
 
 RESULTS, RUNS = ROOT / "benchmarks" / "results" / "experiments", Path("runs/experiments")
 
@@ -61,10 +63,8 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     import torch
 
     import itm_fast
-    from itm_fast import evaluation, models
-    from itm_fast.data import Vocabulary, open_split
     from itm_fast.files.environment import environment
-    from itm_fast.training import checkpoint, run_folder, train
+    from itm_fast.training import checkpoint, run_folder
     from itm_fast.training.metrics_log import read_metrics
 
     data = str(bundled_data(out, experiment.train_images)) if experiment.data == BUNDLED else experiment.data
@@ -75,37 +75,57 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     fingerprints = {**(experiment.fingerprints(run) or {}), **anchor}
     identity = {**experiment.identity(run), "fingerprints": fingerprints}
     load, cpu_seconds = os.getloadavg()[0], _cpu_seconds()
-    trained = train(config, resume=resume)
-    if not trained.finished:
+    outcome = _outcome(experiment, config, resume)
+    if outcome is None:
         return False
-    started = time.monotonic()
-    vocabulary = Vocabulary.from_file(folder / run_folder.VOCABULARY)
-    dataset = open_split(data, experiment.split, vocabulary, max_images=experiment.images)
-    model = models.load(folder, config.device)
-    scores = evaluation.score_matrix(model, dataset, progress=True, description=experiment.split)
-    test = evaluation.evaluate_scores(scores, dataset.caption_image)
     command = f"python -m benchmarks.experiments run {shlex.quote(shown_path(experiment.path))}"
+    log = folder / run_folder.METRICS  # Missing if the first step diverged.
     result = {
         "identity": identity,
         "environment": {**environment(torch.get_num_threads(), itm_fast.build_info()), "command": command},
         "device": config.device,
         # Over all threads and processes: training and evaluation, including reading of data. For a run that was
         # resumed, only the wall-clock time of its earlier part is known.
-        "seconds": round(trained.seconds + time.monotonic() - started, 1),
         "cpu_seconds": None if resume else round(_cpu_seconds() - cpu_seconds, 2),
         # Other work on the machine: load averages over a minute, including this run's threads.
         "load_average": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "steps": trained.steps,
-        "best_step": trained.best_step,
-        "validation": trained.best,
-        "test": test,
-        "weights": sha256(folder / WEIGHTS_FILE),
-        "curves": training_curves(read_metrics(folder / run_folder.METRICS, ("kind", "step"))),
-        "scores": score_histogram(scores, dataset.caption_image),
+        "curves": training_curves(read_metrics(log, ("kind", "step")) if log.is_file() else []),
+        **outcome,
     }
     atomic.write_text(results / f"{run.file_name}.json", as_text(result))
     return True
+
+
+def _outcome(experiment: Experiment, config: TrainConfig, resume: bool) -> dict[str, Any] | None:
+    """Train and evaluate a run, and return what its result says of that; None if a signal stopped it."""
+    from itm_fast import evaluation, models
+    from itm_fast.data import Vocabulary, open_split
+    from itm_fast.training import run_folder, train
+    from itm_fast.training.branch import DivergedError
+
+    started = time.monotonic()
+    try:
+        trained = train(config, resume=resume)
+    except DivergedError as error:
+        seconds = round(time.monotonic() - started, 1)
+        return {"seconds": seconds, "diverged": str(error), "validation": {}, "test": None}
+    if not trained.finished:
+        return None
+    started, folder = time.monotonic(), Path(config.out)
+    vocabulary = Vocabulary.from_file(folder / run_folder.VOCABULARY)
+    dataset = open_split(config.data, experiment.split, vocabulary, max_images=experiment.images)
+    model = models.load(folder, config.device)
+    scores = evaluation.score_matrix(model, dataset, progress=True, description=experiment.split)
+    return {
+        "seconds": round(trained.seconds + time.monotonic() - started, 1),
+        "steps": trained.steps,
+        "best_step": trained.best_step,
+        "validation": trained.best,
+        "test": evaluation.evaluate_scores(scores, dataset.caption_image),
+        "weights": sha256(folder / WEIGHTS_FILE),
+        "scores": score_histogram(scores, dataset.caption_image),
+    }
 
 
 def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, resume: bool) -> dict[str, Any]:
@@ -158,7 +178,8 @@ def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> 
     experiment = with_winners(experiment, results)
     names = {run.file_name for run in _chosen(options, experiment)}
     for ensemble in experiment.ensembles:
-        mine = all(run.file_name in names for run in ensemble.members)
+        found = [result_of(experiment, run, results) or {} for run in ensemble.members]
+        mine = all(run.file_name in names for run in ensemble.members) and not any("diverged" in one for one in found)
         if mine and ensemble_result(experiment, ensemble, results) is None:
             print(f"{ensemble.name}: mean scores of {len(ensemble.members)} runs", flush=True)
             evaluate_ensemble(experiment, ensemble, out, results, **machine)

@@ -80,9 +80,9 @@ def evaluate_ensemble(
 
 
 def _identity(experiment: Experiment, ensemble: Ensemble, results: Path) -> dict[str, Any] | None:
-    """Return the runs by their weights, and the evaluation data; None if a run has no result."""
+    """Return the runs by their weights, and the evaluation data; None if a run has no result or diverged."""
     found = {run.file_name: result_of(experiment, run, results) for run in ensemble.members}
-    there = [result for result in found.values() if result is not None]
+    there = [result for result in found.values() if result is not None and "diverged" not in result]
     if len(there) < len(found):
         return None
     return {

@@ -19,14 +19,14 @@ from benchmarks.experiments.verdicts import verdicts
 
 __all__ = ["rendered", "table"]
 
-_NOT_RUN = "not run"
+_NOT_RUN, _DIVERGED = "not run", "diverged"
 
 
 def table(experiment: Experiment, results: Path) -> str:
     """Render the results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows agree.
 
     Mean, spread (the standard deviation over the seeds) and MD (the mean of the seeds' mean distances) of a row appear
-    once all of its runs are done. Seconds are the median over finished runs. Ensembles follow, with their seeds in the
+    once all of its runs are done, and none diverged. Seconds are the median over finished runs. Ensembles follow, with their seeds in the
     column of the spread, then figures.
 
     Raises:
@@ -45,7 +45,10 @@ def table(experiment: Experiment, results: Path) -> str:
         sums[row] = {seed: None if result is None else result["test"] for seed, result in found.items()}
         cells = ["" if seed not in found else _sum(found[seed]) for seed in seeds]
         done = [result for result in found.values() if result is not None]
-        cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 5
+        if any("diverged" in result for result in done):
+            cells += [_DIVERGED] * 5
+        else:
+            cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 5
         cells += [_median([result[name] for result in done]) for name in ("seconds", "cpu_seconds")]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     for ensemble in experiment.ensembles:
@@ -88,7 +91,9 @@ def _statistics(summaries: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _sum(result: Mapping[str, Any] | None) -> str:
-    return _NOT_RUN if result is None else f"{result['test']['rsum']:.1f}"
+    if result is None:
+        return _NOT_RUN
+    return _DIVERGED if "diverged" in result else f"{result['test']['rsum']:.1f}"
 
 
 def _median(values: Sequence[float | None]) -> str:

@@ -56,12 +56,15 @@ def verdicts_of_papers(papers: Mapping[str, tuple[str, Experiment, Path]]) -> st
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
     values: list[dict[int, float]] = []
+    missing = "not run"
     for row in (claim.row, claim.over):
         found = {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
-        values.append({seed: result["test"][claim.of] for seed, result in found.items() if result is not None})
+        values.append({seed: result["test"][claim.of] for seed, result in found.items() if result and result["test"]})
+        if any(result and "diverged" in result for result in found.values()):
+            missing = "diverged"
     seeds = sorted(set(values[0]) & set(values[1]))
     if not seeds:
-        return ["0", "not run", "", "open"]
+        return ["0", missing, "", "open"]
     differences = [values[0][seed] - values[1][seed] for seed in seeds]
     digits = 3 if claim.of == "mean_distance" else 1
     shown = f"{statistics.mean(differences):+.{digits}f}"

@@ -1,6 +1,6 @@
 """A model that learns, with its optimiser and learning rate.
 
-Inside: `Branch`, `finite`, `BERT`, `BACKBONE`, `TEXT_TOWER`.
+Inside: `Branch`, `DivergedError`, `finite`, `BERT`, `BACKBONE`, `TEXT_TOWER`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.state_check import check_equal, check_like
 
-__all__ = ["BACKBONE", "BERT", "TEXT_TOWER", "Branch", "finite", "frozen_epochs"]
+__all__ = ["BACKBONE", "BERT", "TEXT_TOWER", "Branch", "DivergedError", "finite", "frozen_epochs"]
 
 # The first part of the names of pretrained weights.
 BERT, BACKBONE, TEXT_TOWER = "text_encoder.bert.", "image_encoder.backbone.", "text_encoder.backbone."
@@ -139,11 +139,15 @@ class Branch:
         self._freeze()
 
 
+class DivergedError(ValueError):
+    """A loss, or the norm of its gradient, is not finite."""
+
+
 def finite(what: str, tensor: Tensor, number: int) -> float:
-    """Return the number in `tensor`. If it is not finite, raise ValueError naming `what` and step `number`."""
+    """Return the number in `tensor`. If it is not finite, raise DivergedError naming `what` and step `number`."""
     value = float(tensor.detach())
     if not math.isfinite(value):
-        raise ValueError(f"the {what} became {value} at step {number}; lower --lr, or look at the features")
+        raise DivergedError(f"the {what} became {value} at step {number}; lower --lr, or look at the features")
     return value
 
 

@@ -88,6 +88,28 @@ def test_the_grid_is_trained_first_and_its_winner_used(
     assert "was measured with lr = " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
+def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It wins no grid and does not stop the others; tables and claims name it."""
+    absurd = {"choices": {"a": {"lr": 1e38}, "b": {"lr": 2e38}}}
+    rows = [{"name": "VSE"}, {"name": "absurd", **absurd}]
+    grid = {"seed": 9, "choices": {"absurd rate": {"lr": 1e38}, "rate": {"lr": 1e-3}}}
+    claims = [{"text": "absurd rates help", "row": "absurd", "over": "VSE"}]
+    pair = [{"name": "two absurd ones", "row": "absurd", "seeds": [0, 1]}]
+    experiment = write(tmp_path / "e.yaml", data, rows=rows, grid=grid, claims=claims, ensembles=pair)
+    assert tool.main(run(experiment)) == 0
+    found = measured(tmp_path)
+    assert found["vse-absurd-rate-seed9"]["test"] is None
+    assert "became nan at step " in found["absurd-seed0"]["diverged"]
+    assert found["vse-seed0"]["identity"]["train"]["lr"] == 1e-3
+    capsys.readouterr()
+    assert tool.main(["table", *places(experiment)]) == 0
+    table = capsys.readouterr().out
+    assert f"| absurd | {' | '.join(['diverged'] * 7)} |" in table
+    assert "| absurd rates help | absurd minus VSE | sum of recalls | 0 | diverged |  | open |" in table
+    assert "| two absurd ones |  |  | not run |" in table
+
+
 def test_intervals_of_paired_differences() -> None:
     # Student's t by hand: mean 2, standard deviation 1, three differences.
     low, high = interval([1.0, 2.0, 3.0])
