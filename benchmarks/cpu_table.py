@@ -47,8 +47,8 @@ LOSS_BOUND = (
     "are bound by the time of a few calls through autograd."
 )
 REGULATED_BOUND = (
-    "Two products with float32 weights for every pair of a word and an image take most of the time of all forms. A step "
-    "adds the backward of at most three pairs per anchor, always in float32."
+    "Two products with float32 weights for every pair of a word and an image take most of the time of all forms. A "
+    "step adds the backward of at most three pairs per anchor, always in float32."
 )
 # The targets of lower precisions need AMX; the key says whether the CPU has AVX-512 products of bfloat16.
 WITHOUT_AMX = {

@@ -26,8 +26,8 @@ def table(experiment: Experiment, results: Path) -> str:
     """Render the results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows agree.
 
     Mean, spread (the standard deviation over the seeds) and MD (the mean of the seeds' mean distances) of a row appear
-    once all of its runs are done, and none diverged. Seconds are the median over finished runs. Ensembles follow, with their seeds in the
-    column of the spread, then figures.
+    once all of its runs are done, and none diverged. Seconds are the median over finished runs. Ensembles follow, with
+    their seeds in the column of the spread, then figures.
 
     Raises:
         ValueError: as `result_of`, two results have recalls on different images or captions, or a figure is out of
