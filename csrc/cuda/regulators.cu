@@ -60,15 +60,16 @@ void run(const Call& call, float* scores, float* alignments) {
 Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                         const Tensor& context_offsets, std::vector<Tensor> weights, int64_t alignments,
                         int64_t correspondences, int64_t aggregations, bool scored, bool learned_factors,
-                        const std::string& activation, bool normalize_mean, const std::string& schedule,
-                        bool residual_correspondence, bool residual_aggregation,
-                        const std::string& correspondence_input, double temperature, double negative_slope,
-                        const std::string& focal, double dropout, std::optional<Tensor> seed,
+                        const std::string& activation, bool normalize_mean, bool normalize_attended,
+                        bool normalize_guidance, const std::string& schedule, bool residual_correspondence,
+                        bool residual_aggregation, const std::string& correspondence_input, double temperature,
+                        double negative_slope, const std::string& focal, double dropout, std::optional<Tensor> seed,
                         const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   RegulatorOptions options =
       regulator_options({alignments, correspondences, aggregations, scored, learned_factors, activation, normalize_mean,
-                         schedule, residual_correspondence, residual_aggregation, correspondence_input},
+                         normalize_attended, normalize_guidance, schedule, residual_correspondence,
+                         residual_aggregation, correspondence_input},
                         cross_attention_options(temperature, "clipped_l2norm", negative_slope, focal, "mean", 1.0));
   options.dropout = counter_dropout(dropout, seed, queries);
   const RegulatorWeights checked = regulator_weights(weights, options, queries);

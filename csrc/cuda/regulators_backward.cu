@@ -70,10 +70,11 @@ Gradients regulated_scores_backward(const Tensor& grad_scores, const Tensor& que
                                     const Tensor& contexts, const Tensor& context_offsets, std::vector<Tensor> weights,
                                     int64_t alignments, int64_t correspondences, int64_t aggregations, bool scored,
                                     bool learned_factors, const std::string& activation, bool normalize_mean,
-                                    const std::string& schedule, bool residual_correspondence,
-                                    bool residual_aggregation, const std::string& correspondence_input,
-                                    double temperature, double negative_slope, const std::string& focal, double dropout,
-                                    std::optional<Tensor> seed, const std::string& precision) {
+                                    bool normalize_attended, bool normalize_guidance, const std::string& schedule,
+                                    bool residual_correspondence, bool residual_aggregation,
+                                    const std::string& correspondence_input, double temperature, double negative_slope,
+                                    const std::string& focal, double dropout, std::optional<Tensor> seed,
+                                    const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_score_gradient(grad_scores, query_offsets, context_offsets);
   const RegulatorSetting setting{alignments,
@@ -83,6 +84,8 @@ Gradients regulated_scores_backward(const Tensor& grad_scores, const Tensor& que
                                  learned_factors,
                                  activation,
                                  normalize_mean,
+                                 normalize_attended,
+                                 normalize_guidance,
                                  schedule,
                                  residual_correspondence,
                                  residual_aggregation,

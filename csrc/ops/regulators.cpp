@@ -84,6 +84,8 @@ RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossA
   options.scored = setting.scored;
   options.learned_factors = setting.learned_factors;
   options.normalize_mean = setting.normalize_mean;
+  options.normalize_attended = setting.normalize_attended;
+  options.normalize_guidance = setting.normalize_guidance;
   options.residual_correspondence = setting.residual_correspondence;
   options.residual_aggregation = setting.residual_aggregation;
   options.activation = parse_option<Activation>("activation", setting.activation, std::array{"sigmoid"sv, "tanh"sv});
@@ -107,7 +109,7 @@ RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossA
 
 RegulatorOptions alignment_options(int64_t correspondences, bool residual, const CrossAttentionOptions& attention) {
   RegulatorOptions options = regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false,
-                                                "interleaved", residual, false, "alignment"},
+                                                true, true, "interleaved", residual, false, "alignment"},
                                                attention);
   options.scored = false;
   return options;
@@ -176,15 +178,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "regulated_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "Tensor[] weights, int alignments, int correspondences, int aggregations, bool scored, bool learned_factors, "
-      "str activation, bool normalize_mean, str schedule, bool residual_correspondence, bool residual_aggregation, "
-      "str correspondence_input, float temperature, float negative_slope, str focal, float dropout, Tensor? seed, "
-      "str precision) -> Tensor");
+      "str activation, bool normalize_mean, bool normalize_attended, bool normalize_guidance, str schedule, "
+      "bool residual_correspondence, bool residual_aggregation, str correspondence_input, float temperature, "
+      "float negative_slope, str focal, float dropout, Tensor? seed, str precision) -> Tensor");
   m.def(
       "regulated_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
       "Tensor context_offsets, Tensor[] weights, int alignments, int correspondences, int aggregations, bool scored, "
-      "bool learned_factors, str activation, bool normalize_mean, str schedule, bool residual_correspondence, "
-      "bool residual_aggregation, str correspondence_input, float temperature, float negative_slope, str focal, "
-      "float dropout, Tensor? seed, str precision) -> (Tensor, Tensor, Tensor, Tensor)");
+      "bool learned_factors, str activation, bool normalize_mean, bool normalize_attended, bool normalize_guidance, "
+      "str schedule, bool residual_correspondence, bool residual_aggregation, str correspondence_input, "
+      "float temperature, float negative_slope, str focal, float dropout, Tensor? seed, str precision) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "cross_attention_alignments(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "Tensor[] weights, int correspondences, bool residual_correspondence, float temperature, str normalization, "

@@ -16,7 +16,7 @@ struct RegulatorSetting {
   int64_t alignments, correspondences, aggregations;
   bool scored, learned_factors;
   std::string activation;
-  bool normalize_mean;
+  bool normalize_mean, normalize_attended, normalize_guidance;
   std::string schedule;
   bool residual_correspondence, residual_aggregation;
   std::string correspondence_input;

@@ -27,8 +27,7 @@ class DBLConfig(BertEncoderConfig):
     negative_slope: float = setting(0.1, help="Slope of the clip below zero; the paper's [x]+ has slope 0.")
     normalize_attended: bool = setting(
         True,
-        help="L2-normalise the attended vectors before the alignment, as in the authors' code but not in the paper, "
-        "whose form runs in PyTorch.",
+        help="L2-normalise the attended vectors before the alignment, as in the authors' code but not in the paper.",
     )
     normalize_mean: bool = setting(
         True, help="L2-normalise the mean alignment before scoring, as in the authors' code but not in the paper."

@@ -79,8 +79,7 @@ class RegulatedConfig(RegulatorConfig):
     regulator_form: str = setting(
         "code",
         help="RCAR as its authors' code computes it (code), or as printed (paper): attended vectors and guidance are "
-        "not normalised, and the biases of Eq 7 and 18 stay zero. The paper's form runs in PyTorch; its clip has "
-        "negative_slope=0.",
+        "not normalised, and the biases of Eq 7 and 18 stay zero. The paper's clip has negative_slope=0.",
         choices=FORMS,
     )
     factors: str = setting(

@@ -51,7 +51,7 @@ class RegulatedSimilarity(nn.Module):
         normalize_mean: l2-normalise the mean alignment before scoring it.
         normalize_attended: l2-normalise attended vectors before the alignment. Not in the form "paper".
         form: "code" (authors' code) or "paper". The paper normalises neither attended vectors in Eq 7 nor the output of
-            RAR in Eq 16, and has no biases in Eq 7 and 18; these then stay zero. It runs in PyTorch.
+            RAR in Eq 16, and has no biases in Eq 7 and 18; these then stay zero.
 
     Source: Diao et al., "Plug-and-Play Regulators for Image-Text Matching" (IEEE TIP 2023).
     """

@@ -175,8 +175,6 @@ def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, paramet
     On a GPU this synchronizes if the lengths are unknown. Call it before autocast, so that the caller's own Fragments
     cache the lengths.
     """
-    if not (parameters.normalize_attended and parameters.normalize_guidance):
-        return "the kernels of the regulators compute the form of the authors' code; the paper's form runs in PyTorch"
     if device != "cuda":
         return None
     if torch.compiler.is_compiling() and not (queries.knows_max_length and contexts.knows_max_length):
@@ -235,6 +233,8 @@ def _native_scores(
         parameters.initial_factors is not None,
         parameters.activation,
         parameters.normalize_mean,
+        parameters.normalize_attended,
+        parameters.normalize_guidance,
         parameters.schedule,
         parameters.residual_correspondence,
         parameters.residual_aggregation,

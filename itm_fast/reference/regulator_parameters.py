@@ -95,8 +95,7 @@ class RegulatorParameters:
         initial_factors: learned `(e (d,), lambda (1,))` of the first attention. None: ones, and the `temperature` of
             the call.
         normalize_attended: l2-normalize attended vectors in Eq 7 (authors' code), or not (paper).
-        normalize_guidance: l2-normalize the output of each RAR step, Eq 16 (authors' code), or not (paper). The native
-            kernels compute the form of the authors' code; other forms run in PyTorch.
+        normalize_guidance: l2-normalize the output of each RAR step, Eq 16 (authors' code), or not (paper).
 
     Raises:
         TypeError: an argument is not a floating point tensor, or the dtypes differ.

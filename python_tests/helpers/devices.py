@@ -291,6 +291,7 @@ CASES = (
     _maxsim_case("of all pairs", direction="both"),
     _maxsim_case("of listed pairs", listed=True, dim=37, longest=(150, 200), reduction="mean", direction="contexts"),
     _regulated_case("of both regulators", "rcar2", dropout=0.4),
+    _regulated_case("of both regulators as printed", "rcar2, paper", dropout=0.4),
     _regulated_case("of RCR alone", "rcr3", focal="prob"),
     _regulated_case("of RAR alone, wide", "rar3", dim=600, width=150, sizes=(6, 1)),
     _regulated_case("of long sets", "rcar2", sizes=(1,), lengths=([120], [196])),

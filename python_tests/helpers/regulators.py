@@ -1,7 +1,7 @@
 """The regulators of RCAR number by number in plain Python floats: the reference for PyTorch code and kernels.
 
-The computations do not use the package. Inside: `SETTINGS`, `PAPER_SETTINGS`, `random_parameters`, `hidden_widths`,
-`score_by_hand`, `alignments_by_hand`, `philox_by_hand`.
+The computations do not use the package. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
+`alignments_by_hand`, `philox_by_hand`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from itm_fast.functional import RegulatorParameters
 Vector = list[float]
 Rows = list[Vector]
 
+# The form that RCAR's paper prints.
+_PAPER = {"normalize_attended": False, "normalize_guidance": False}
 # For each setting: the numbers of alignments, correspondences and aggregations, whether it has a score, and its
 # options.
 SETTINGS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
@@ -40,13 +42,17 @@ SETTINGS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
     "mean": (1, 0, 0, True, {"activation": "tanh"}),
     "normalized mean": (1, 0, 0, True, {"activation": "tanh", "normalize_mean": True}),
     "rcr1, mean": (2, 1, 0, True, {}),
-}
-# The form that the paper prints. No kernel computes it.
-_PAPER = {"normalize_attended": False, "normalize_guidance": False}
-PAPER_SETTINGS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
     "rar3, paper": (1, 0, 3, True, _PAPER),
-    "rcar3, paper": (3, 2, 3, True, _PAPER),
+    "rcar2, paper": (2, 1, 2, True, _PAPER),
+    "sequential 2, 3, paper": (3, 2, 3, True, {**_PAPER, "schedule": "sequential"}),
+    "rcar2, residuals, paper": (
+        *(2, 1, 2, True),
+        {**_PAPER, "residual_correspondence": False, "residual_aggregation": True},
+    ),
     "rcr2, attended": (2, 2, 0, False, {"normalize_attended": False}),
+    "rcar2, attended": (2, 1, 2, True, {"normalize_attended": False}),
+    "mean, attended": (1, 0, 0, True, {"activation": "tanh", "normalize_mean": True, "normalize_attended": False}),
+    "rar2, guidance": (1, 0, 2, True, {"normalize_guidance": False}),
     "rcar2, guidance": (2, 1, 2, True, {"normalize_guidance": False, "residual_aggregation": True}),
 }
 
@@ -56,7 +62,7 @@ def random_parameters(
 ) -> RegulatorParameters:
     """Draw random weights of a setting; the residual steps clamp some factors, but not all."""
     generator = torch.Generator().manual_seed(seed)
-    aligned, corresponded, aggregated, scored, options = (SETTINGS | PAPER_SETTINGS)[setting]
+    aligned, corresponded, aggregated, scored, options = SETTINGS[setting]
 
     def tensor(*shape: int, scale: float = 0.6) -> Tensor:
         return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from itm_fast import FallbackWarning, Fragments, cli, models
+from itm_fast import Fragments, cli, models
 from itm_fast.data import Batch
 from itm_fast.evaluation import word_attention
 from itm_fast.nn import RegulatedSimilarity
 from itm_fast.training.config import read_yaml
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.commands import SMALL, error, train_small
+from python_tests.helpers.fragments import native_calls
 from python_tests.helpers.regulators import score_by_hand
 from python_tests.helpers.runs import config, make_trainer, run
 from python_tests.models.sgraf import sgraf_scores
@@ -173,8 +174,9 @@ def test_dbl_and_bfan_in_other_forms_by_hand() -> None:
     model = make("dbl", normalize_attended=False)
     images, captions, regions, words = encoded(model)
     assert not model.similarity.regulator_parameters().normalize_attended
-    with pytest.warns(FallbackWarning):
+    with native_calls() as calls:
         scores = model.score(images, captions)
+    assert [name for name, _ in calls] == ["regulated_scores"]
     expected = one_direction(model.similarity, words, regions, 9.0, None).t()
     torch.testing.assert_close(scores.double(), expected.double(), rtol=0, atol=3e-6)
     assert not torch.allclose(scores, make("dbl").score(images, captions), atol=1e-4)
@@ -368,16 +370,16 @@ def test_word_attention_of_a_trained_data_set(data: Path, tmp_path: Path) -> Non
     assert isinstance(trainer.train_data.batch(torch.tensor([3])), Batch)
 
 
-def test_the_printed_form_trains_without_the_biases_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("itm_fast.ops.library._warned", set())
+def test_the_printed_form_trains_without_the_biases_of_the_code() -> None:
     options = {"regulator_form": "paper", "regulator": "rcar", "regulator_dropout": 0.0, "negative_slope": 0.0}
     model = models.create("scan", **SIZES, **options).train()
     similarity = model.text_to_image
     biases = [layer.bias for layer in (*similarity.alignments, similarity.score)]
     features, ids, lengths = inputs()
-    with pytest.warns(FallbackWarning, match="the paper's form"):
+    with native_calls() as calls:
         scores = model.score(model.encode_images(features), model.encode_captions(ids, lengths))
-    scores.sum().backward()
+        scores.sum().backward()
+    assert [name for name, _ in calls] == ["regulated_scores", "regulated_scores_backward"]
     assert all(not bias.requires_grad and not bias.any() for bias in biases)
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     parameters = similarity.regulator_parameters()

@@ -65,6 +65,7 @@ void scores(const RegulatorKernels<float>& kernels, const FragmentsView<float>& 
   options.n_alignments = options.n_aggregations = steps;
   options.n_correspondences = steps - 1;
   options.scored = options.residual_correspondence = true;
+  options.normalize_attended = options.normalize_guidance = true;
   options.interleaved = steps > 1;
   problem.layers = {alignments.data(), correspondences.data(), aggregations.data(), nullptr, nullptr, nullptr, nullptr};
   problem.layers.u = source.plain();

@@ -27,7 +27,7 @@ GRAMS = prepare(Fragments(ROWS, OFFSETS)).grams
 OF_OPERANDS = ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, "context_offsets", "queries"))
 # One alignment of width 3 and its score.
 WEIGHTS = [torch.ones(3, 8), torch.zeros(3), torch.ones(1, 3), torch.zeros(1)]
-MEAN = (1, 0, 0, True, False, "tanh", False, "interleaved", True, False, "alignment", 9.0, 0.1, "none")
+MEAN = (1, 0, 0, True, False, "tanh", False, True, True, "interleaved", True, False, "alignment", 9.0, 0.1, "none")
 # The operands behind an incoming gradient.
 OF_GRADIENT = (*((place + 1, name, like) for place, name, like in OF_OPERANDS), (5, "alignments", "queries"))
 # Two pairs: their rows, discriminators and negatives.
@@ -109,7 +109,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
     (
         "regulated_scores",
         (*OPERANDS, WEIGHTS, *MEAN, 0.4, torch.tensor([5]), "float32"),
-        (*OF_OPERANDS, (4, "alignments", "queries"), (20, "seed", "queries")),
+        (*OF_OPERANDS, (4, "alignments", "queries"), (22, "seed", "queries")),
     ),
     (
         "cross_attention_alignments_backward",
@@ -119,7 +119,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
     (
         "regulated_scores_backward",
         (torch.eye(2), *OPERANDS, WEIGHTS, *MEAN, 0.4, torch.tensor([5]), "float32"),
-        ((0, "grad_scores", "query_offsets"), *OF_GRADIENT, (21, "seed", "queries")),
+        ((0, "grad_scores", "query_offsets"), *OF_GRADIENT, (23, "seed", "queries")),
     ),
     ("maxsim_scores", (*OPERANDS, None, "sum", "both", "float32"), OF_OPERANDS),
     (

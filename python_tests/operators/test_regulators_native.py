@@ -196,9 +196,10 @@ def test_offsets_of_32_bits_and_values_that_are_not_contiguous() -> None:
     assert torch.equal(F_itm.regulated_scores(strided, contexts, parameters.with_tensors(weights)), expected)
 
 
+@pytest.mark.parametrize("setting", ["rcar2", "rcar2, paper"])
 @pytest.mark.parametrize(("precision", "allowed"), [("high", 2e-5), ("medium", 2e-2)])
-def test_float32_inputs_follow_the_setting(precision: str, allowed: float) -> None:
-    queries, contexts, parameters = rcar()
+def test_float32_inputs_follow_the_setting(precision: str, allowed: float, setting: str) -> None:
+    queries, contexts, parameters = rcar(setting=setting)
     exact = reference.regulated_scores(queries, contexts, parameters)
     single = queries.to(torch.float32), contexts.to(torch.float32), parameters.to(torch.float32)
     highest = F_itm.regulated_scores(*single)
@@ -211,8 +212,9 @@ def test_float32_inputs_follow_the_setting(precision: str, allowed: float) -> No
         assert torch.equal(scores, highest) != LOW_PRECISION
 
 
-def test_autocast_and_inputs_of_bfloat16_compute_in_bfloat16() -> None:
-    queries, contexts, parameters = rcar()
+@pytest.mark.parametrize("setting", ["rcar2", "rcar2, paper"])
+def test_autocast_and_inputs_of_bfloat16_compute_in_bfloat16(setting: str) -> None:
+    queries, contexts, parameters = rcar(setting=setting)
     single = queries.to(torch.float32), contexts.to(torch.float32)
     parameters = parameters.to(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16), native_calls() as calls:

@@ -288,7 +288,8 @@ def test_a_missing_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The operator arguments after queries, contexts and weights.
-SETTING = (2, 1, 2, True, False, "sigmoid", False, "interleaved", True, False, "alignment")
+SETTING = (2, 1, 2, True, False, "sigmoid", False, True, True, "interleaved", True, False, "alignment")
+PRINTED = (*SETTING[:7], False, False, *SETTING[9:])  # without the norms that the paper leaves out
 ATTENTION = (10.0, 0.1, "none")
 SIDES = (QUERIES.values, QUERIES.offsets, CONTEXTS.values, CONTEXTS.offsets)
 REGULATED, ALIGNING = torch.ops.itm_fast.regulated_scores, torch.ops.itm_fast.cross_attention_alignments
@@ -300,7 +301,7 @@ def test_opcheck() -> None:
     for arguments in (
         (*SIDES, GOOD.tensors(), *SETTING, *ATTENTION, 0.4, seed, "float64"),
         (*(part.float() if part.is_floating_point() else part for part in SIDES),
-         GOOD.to(torch.float32).tensors(), *SETTING, *ATTENTION, 0.0, None, "float32"),
+         GOOD.to(torch.float32).tensors(), *PRINTED, *ATTENTION, 0.0, None, "float32"),
     ):  # fmt: skip
         torch.library.opcheck(REGULATED.default, arguments, test_utils=checks)
         gradient = torch.randn(len(QUERIES), len(CONTEXTS), dtype=arguments[0].dtype)
@@ -333,14 +334,14 @@ def test_opcheck() -> None:
         (7, 1, "aggregations: expected 2, got 1"),
         (8, False, "aggregations: expected a score with them"),
         (10, "relu", "activation: unknown option 'relu'"),
-        (12, "", "schedule: unknown option ''"),
-        (15, "words", "correspondence_input: unknown option 'words'"),
-        (18, "all", "focal: unknown option 'all'"),
-        (18, "hard", "focal: unknown option 'hard'"),
-        (19, 1.0, "dropout: expected a probability in [0, 1), got 1"),
-        (20, None, "seed: expected one for the dropout of 0.4"),
-        (20, torch.tensor([1, 2]), "seed: expected an int64 tensor of one element"),
-        (21, "bf15", "precision: unknown option 'bf15'"),
+        (14, "", "schedule: unknown option ''"),
+        (17, "words", "correspondence_input: unknown option 'words'"),
+        (20, "all", "focal: unknown option 'all'"),
+        (20, "hard", "focal: unknown option 'hard'"),
+        (21, 1.0, "dropout: expected a probability in [0, 1), got 1"),
+        (22, None, "seed: expected one for the dropout of 0.4"),
+        (22, torch.tensor([1, 2]), "seed: expected an int64 tensor of one element"),
+        (23, "bf15", "precision: unknown option 'bf15'"),
     ],
 )  # fmt: skip
 def test_the_operator_refuses_what_python_would_not_send(place: int, value: object, message: str) -> None:

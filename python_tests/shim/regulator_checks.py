@@ -29,6 +29,8 @@ def weights_of(parameters: RegulatorParameters) -> Weights:
         "learned_factors": parameters.initial_factors is not None,
         "tanh_activation": parameters.activation == "tanh",
         "normalize_mean": parameters.normalize_mean,
+        "normalize_attended": parameters.normalize_attended,
+        "normalize_guidance": parameters.normalize_guidance,
         "interleaved": parameters.schedule == "interleaved" and steps[1] > 0 and steps[2] > 0,
         "sees_query": parameters.correspondence_input == "query",
         "residual_correspondence": parameters.residual_correspondence,

@@ -16,8 +16,8 @@ from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
 ROOM = 130_000_000  # for the rows of a chunk, as in the launcher
 _COUNTS = ("alignments", "correspondences", "aggregations", "scored", "learned_factors")
 _OPTIONS = (
-    *("tanh_activation", "normalize_mean", "interleaved", "sees_query"),
-    *("residual_correspondence", "residual_aggregation"),
+    *("tanh_activation", "normalize_mean", "normalize_attended", "normalize_guidance"),
+    *("interleaved", "sees_query", "residual_correspondence", "residual_aggregation"),
 )
 
 
@@ -59,7 +59,7 @@ def _settings(
     seed: int,
     options: dict[str, Any],
 ) -> _Settings:
-    setting = {"residual_correspondence": 1} | weights.setting
+    setting = {"residual_correspondence": 1, "normalize_attended": 1, "normalize_guidance": 1} | weights.setting
     return _Settings(
         seed,
         large,

@@ -99,7 +99,7 @@ def test_the_backward_of_the_regulators_takes_two_launches(
     operands = (sides[0].values, sides[0].offsets, sides[1].values, sides[1].offsets)
     parameters = random_parameters("rcar2", 8, 6, torch.float32)
     chain = [tensor for group in (*parameters.alignments, *parameters.correspondences) for tensor in group]
-    setting = (2, 1, 2, True, False, "sigmoid", False, "interleaved", True, False, "alignment")
+    setting = (2, 1, 2, True, False, "sigmoid", False, True, True, "interleaved", True, False, "alignment")
     attention, shape = (4.0, 0.1, "none"), (len(sides[0]), len(sides[1]))
     for operator, gradient, weights, rest in (
         ("regulated_scores", torch.ones(shape), parameters.tensors(), (*setting, *attention, 0.0, None, "float32")),

@@ -173,7 +173,8 @@ def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wid
 
 
 @pytest.mark.parametrize(
-    ("setting", "side"), [("rcr1", None), ("rcar2", None), ("rcr1", "queries"), ("rcar2", "contexts")]
+    ("setting", "side"),
+    [("rcr1", None), ("rcar2", None), ("rcar2, paper", None), ("rcr1", "queries"), ("rcar2", "contexts")],
 )
 @pytest.mark.parametrize("cores", ["kernels", "truncating"])
 def test_the_precisions(request: pytest.FixtureRequest, cores: str, setting: str, side: str | None) -> None:

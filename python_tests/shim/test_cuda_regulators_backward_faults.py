@@ -66,6 +66,19 @@ FAULTS = {
         (ATTENTION, "row) += of_temperature;", "row) += 0.0f * of_temperature;"),
         ERROR,
     ),
+    "attended vectors scaled with the guidance": (
+        (TILE, "return p_.options.normalize_attended ? 1.0f /", "return p_.options.normalize_guidance ? 1.0f /"),
+        ERROR,
+    ),
+    "gradients through a norm of attended vectors in every form": (
+        (ATTENTION, "normalizes ? unit.of(gradient[d]", "normalizes || true ? unit.of(gradient[d]"),
+        ERROR,
+    ),
+    "guidance normalised again in every form": ((AGAIN, "if (!p_.options.normalize_guidance) return;", ""), ERROR),
+    "gradients through a norm of the guidance in every form": (
+        (STEPS, "normalizes ? unit.of(incoming[i]", "normalizes || true ? unit.of(incoming[i]"),
+        ERROR,
+    ),
     "channels without a bound": ((STEPS, "value >= -1.0f && value <= 1.0f ?", "value == value ?"), ERROR),
     "masks of the next row": (
         (TILE, "return {query_row(row), s_.context, 2 * step};", "return {query_row(row) + 1, s_.context, 2 * step};"),

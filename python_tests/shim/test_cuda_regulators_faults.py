@@ -36,6 +36,9 @@ def check(library: Path) -> None:
     check_scores(kernels, queries, contexts, parameters, run={"blocks": 1}, **options)
     queries, contexts = random_fragments([40], 70), random_fragments([70], 70, seed=1)
     check_scores(kernels, queries, contexts, parameters, name="long sets", run={"blocks": 1}, **options)
+    queries, contexts = random_fragments([3, 9], 20), random_fragments([7], 20, seed=1)
+    for setting in ("rcr2, attended", "rcar2, guidance"):
+        check_scores(kernels, queries, contexts, random_parameters(setting, 20, 10), name=setting, run={"blocks": 1})
     queries, parameters = random_fragments([3, 9], 24, seed=3), random_parameters("rar1", 24, 10)
     contexts = cancelling_contexts(1e-4)
     check_alignments(kernels, queries, contexts, parameters, name="contexts that cancel", temperature=0.0)
@@ -144,6 +147,30 @@ FAULTS = {
     ),
     "the Gram matrix of the first contexts": (
         (PROBLEM, "p.grams + first * p.gram_width);", "p.grams + 0 * first);"),
+        r"^scores: error",
+    ),
+    "attended vectors normalised in every form": (
+        (ALIGNMENT, "if (p_.options.normalize_attended) scale", "scale"),
+        r"shared array 'squares': read of index \d+",
+    ),
+    "alignments normalised with the attended vectors alone": (
+        (
+            ALIGNMENT,
+            "operand + row * width_stride_, true);",
+            "operand + row * width_stride_, p_.options.normalize_attended);",
+        ),
+        r"^rcr2, attended: error",
+    ),
+    "guidance normalised in every form": (
+        (STEPS, "operand, p_.options.normalize_guidance);", "operand, true);"),
+        r"^rcar2, guidance: error",
+    ),
+    "guidance normalised with the attended vectors": (
+        (STEPS, "operand, p_.options.normalize_guidance);", "operand, p_.options.normalize_attended);"),
+        r"^rcar2, guidance: error",
+    ),
+    "Gram matrices where no norms are needed": (
+        (LAUNCH, "normalize_attended ? Tile::kColumns : 0;", "normalize_attended ? 0 : Tile::kColumns;"),
         r"^scores: error",
     ),
     "no block packs the last rows": (

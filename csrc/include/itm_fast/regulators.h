@@ -17,6 +17,7 @@ struct RegulatorOptions {
   bool interleaved;      // aggregations alternate with correspondences
   bool sees_query;       // RCR sees the query instead of the alignment
   bool residual_correspondence, residual_aggregation, normalize_mean;
+  bool normalize_attended, normalize_guidance;  // of Eq 7 and 16
   Activation activation;
 
   // Whether an attention without alignments follows the last step.

@@ -18,7 +18,8 @@ struct Settings {
   uint64_t seed;
   int64_t large, wide_offsets, blocks, aligns;
   int64_t query_sets, query_rows, context_sets, context_rows, dim, width;
-  int64_t alignments, correspondences, aggregations, scored, learned_factors, tanh_activation, normalize_mean;
+  int64_t alignments, correspondences, aggregations, scored, learned_factors, tanh_activation;
+  int64_t normalize_mean, normalize_attended, normalize_guidance;
   int64_t interleaved, sees_query, residual_correspondence, residual_aggregation;
   double temperature, negative_slope;
   int64_t normalization, focal;
@@ -41,6 +42,8 @@ struct Settings {
     options.residual_correspondence = residual_correspondence != 0;
     options.residual_aggregation = residual_aggregation != 0;
     options.normalize_mean = normalize_mean != 0;
+    options.normalize_attended = normalize_attended != 0;
+    options.normalize_guidance = normalize_guidance != 0;
     options.activation = tanh_activation != 0 ? Activation::tanh : Activation::sigmoid;
     return options;
   }

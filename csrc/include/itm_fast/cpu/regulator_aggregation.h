@@ -79,8 +79,8 @@ inline void gather(const AggregatedPair<T>& pair, const T* weights, int64_t widt
   }
 }
 
-// Eq 15 and 16 for one pair: weights = w_j, next = l2norm(sum_j w_j a_j), which may overwrite the guidance. `weighted`
-// and `factors` are scratch.
+// Eq 15 and 16 for one pair: weights = w_j, next = sum_j w_j a_j, l2-normalised as the options say, which may overwrite
+// the guidance. `weighted` and `factors` are scratch.
 template <typename T>
 inline void aggregate_pair(const AggregatedPair<T>& pair, const AggregationLayers<T>& layers, int64_t step,
                            const RegulatorOptions& options, T* weighted, T* factors, T* weights, T* next) {
@@ -98,7 +98,7 @@ inline void aggregate_pair(const AggregatedPair<T>& pair, const AggregationLayer
   }
   softmax_of_row(weights, pair.n_rows);
   gather(pair, weights, width, options.residual_aggregation, next);
-  make_unit(next, width, next);
+  if (options.normalize_guidance) make_unit(next, width, next);
 }
 
 // The score of one pair, computed from its last guidance. `scored` receives the vector that the layer sees.

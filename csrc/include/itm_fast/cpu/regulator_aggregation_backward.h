@@ -54,9 +54,13 @@ inline void aggregate_pair_backward(const AggregatedPair<T>& pair, const Aggrega
   const CounterDropout& dropout = options.dropout;
   const bool drops = dropout.probability > 0.0;
   weigh_guide(pair, layers, step, dropout, factors, weighted);
-  gather(pair, static_cast<const T*>(gradient.weights), width, options.residual_aggregation, gathered);
-  unit_backward(static_cast<const T*>(gathered), row_norm(static_cast<const T*>(gathered), width), width,
-                static_cast<const T*>(gradient.guidance), gathered);
+  if (options.normalize_guidance) {
+    gather(pair, static_cast<const T*>(gradient.weights), width, options.residual_aggregation, gathered);
+    unit_backward(static_cast<const T*>(gathered), row_norm(static_cast<const T*>(gathered), width), width,
+                  static_cast<const T*>(gradient.guidance), gathered);
+  } else {
+    __builtin_memcpy(gathered, gradient.guidance, width * sizeof(T));
+  }
   if (options.residual_aggregation) {
     for (int64_t i = 0; i < width; ++i) gathered[i] *= T(0.5);
   }

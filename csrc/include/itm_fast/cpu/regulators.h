@@ -164,12 +164,17 @@ class Regulation {
     });
   }
 
+  // What an attended vector of this norm is multiplied with in Eq 7.
+  T attended_scale(T norm) const {
+    return options_.normalize_attended ? T(1) / (norm + static_cast<T>(kNormEpsilon)) : T(1);
+  }
+
   // Eq 7.
   void align_rows(int64_t step, const RegulatorLayer<T>& layer) {
     for_each_row([&](int64_t row, const T* query) {
       const T* attended = wide(layout_.attended[step], row);
       T* squares = wide(layout_.squares[step], row);
-      const T scale = T(1) / (row_norm(attended, dim_) + static_cast<T>(kNormEpsilon));
+      const T scale = attended_scale(row_norm(attended, dim_));
       int64_t d = 0;
       for (; d + kLanes<T> <= dim_; d += kLanes<T>) {
         const Vector<T> difference = load(query + d) - load(attended + d) * scale;

@@ -236,13 +236,17 @@ class RegulationBackward : public Regulation<Product> {
     for_each_row([&](int64_t row, const T* query) {
       T *attended = wide(places_.attended[step], row), *out = wide(places_.query_gradient, row);
       T* gradient = wide(places_.product, row);
-      const T norm = row_norm(attended, dim_), scale = T(1) / (norm + static_cast<T>(kNormEpsilon));
+      const T norm = row_norm(attended, dim_), scale = Base::attended_scale(norm);
       for (int64_t d = 0; d < dim_; ++d) {
         const T of_difference = 2 * gradient[d] * (query[d] - attended[d] * scale);
         out[d] += of_difference;
         gradient[d] = -of_difference;
       }
-      unit_backward(attended, norm, dim_, gradient, attended);
+      if (options_.normalize_attended) {
+        unit_backward(attended, norm, dim_, gradient, attended);
+      } else {
+        __builtin_memcpy(attended, gradient, dim_ * sizeof(T));
+      }
     });
   }
 

@@ -80,7 +80,7 @@ class Regulation {
   ITM_FAST_DEVICE void regulate_attention(int step) {
     if (step < p_.options.n_alignments) {
       attend_tile<kParts, Tile>(p_, corresponded_);
-      find_norms_of_tile<kParts, Tile>(p_, corresponded_);
+      if (p_.options.normalize_attended) find_norms_of_tile<kParts, Tile>(p_, corresponded_);
       align_tile<kParts, Tile>(p_, corresponded_, step);
     }
     if (step < p_.options.n_correspondences) {

@@ -98,7 +98,8 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
     });
     barrier();
     S* operand = of_block(p_.slab.aligned_operand);
-    for_each_row(s_.n_rows, [&](int row) { make_unit(aligned + row * width_stride_, operand + row * width_stride_); });
+    for_each_row(s_.n_rows,
+                 [&](int row) { finish_vector(aligned + row * width_stride_, operand + row * width_stride_, true); });
   }
 
  private:
@@ -259,11 +260,12 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
     return s_.n_contexts > 0 ? static_cast<float>(scores[place * kStride + c]) : 0.0f;
   }
 
-  // |q - l2norm(c)|^2 of `count` columns from `first` on.
+  // |q - l2norm(c)|^2 of `count` columns from `first` on, or |q - c|^2.
   ITM_FAST_DEVICE void write_differences(int first, int count, S* differences) const {
     ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
     for_each_row_of_run([&](int row, int place) {
-      const float scale = 1.0f / (sqrtf(squares[row]) + static_cast<float>(kNormEpsilon));
+      float scale = 1.0f;
+      if (p_.options.normalize_attended) scale /= sqrtf(squares[row]) + static_cast<float>(kNormEpsilon);
       const float* of_row = query(row) + first;
       for (int c = lane(); c < count; c += 32) {
         const float difference = of_row[c] - attended_at(place, c) * scale;

@@ -88,14 +88,17 @@ class AttentionBackward : private BackwardStep<Tile> {
       float *attended = of_row(a_.attended, row, step), *out = of_row(a_.query_gradient, row);
       float* gradient = of_row(a_.product, row);
       const float norm = sqrtf(dot_of(attended, attended, dim_));
-      const float scale = 1.0f / (norm + static_cast<float>(kNormEpsilon));
+      const float scale = attended_scale(norm);
       for (int d = lane(); d < dim_; d += 32) {
         const float of_difference = 2.0f * gradient[d] * (query[d] - attended[d] * scale);
         out[d] += of_difference;
         gradient[d] = -of_difference;
       }
+      const bool normalizes = p_.options.normalize_attended;
       const UnitGradient unit(norm, dot_of(gradient, attended, dim_), false);
-      for (int d = lane(); d < dim_; d += 32) attended[d] = unit.of(gradient[d], attended[d]);
+      for (int d = lane(); d < dim_; d += 32) {
+        attended[d] = normalizes ? unit.of(gradient[d], attended[d]) : gradient[d];
+      }
     });
     barrier();
   }

@@ -87,13 +87,14 @@ class RegulatorsBackward : private BackwardStep<Tile> {
  private:
   // Through the norm and the weighted sum of a set, for a warp: the weights become the gradients of the logits.
   ITM_FAST_DEVICE void through_gathering(int set, int step, int64_t aligned_step) {
-    const bool residual = p_.options.residual_aggregation;
+    const bool residual = p_.options.residual_aggregation, normalizes = p_.options.normalize_guidance;
     float *gathered = of_row(a_.gathered, set), *incoming = of_row(a_.guidance_gradient, set);
     for (int i = lane(); i < width_; i += 32) gathered[i] = gather(set, step, aligned_step, i);
     const float norm = sqrtf(dot_of(gathered, gathered, width_));
     const UnitGradient unit(norm, dot_of(incoming, gathered, width_), false);
     for (int i = lane(); i < width_; i += 32) {
-      const float gradient = unit.of(incoming[i], gathered[i]) * (residual ? 0.5f : 1.0f);
+      const float of_result = normalizes ? unit.of(incoming[i], gathered[i]) : incoming[i];
+      const float gradient = of_result * (residual ? 0.5f : 1.0f);
       gathered[i] = gradient;
       incoming[i] = residual ? gradient : 0.0f;
     }

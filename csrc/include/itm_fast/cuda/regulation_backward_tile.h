@@ -200,6 +200,10 @@ class BackwardStep {
     if (!p_.options.residual_correspondence) return change;
     return change + (has_channels(step) ? channel_of(step, row, d) : 1.0f);
   }
+  // What an attended vector of this norm is multiplied with in Eq 7.
+  ITM_FAST_DEVICE float attended_scale(float norm) const {
+    return p_.options.normalize_attended ? 1.0f / (norm + static_cast<float>(kNormEpsilon)) : 1.0f;
+  }
   // What RCR sees.
   ITM_FAST_DEVICE const StepArray& seen() const { return p_.options.sees_query ? a_.queries : a_.aligned; }
   ITM_FAST_DEVICE int64_t seen_step(int step) const { return p_.options.sees_query ? 0 : step; }
@@ -249,7 +253,7 @@ class BackwardStep {
   using Step::of, Step::of_row, Step::query_row, Step::set_of, Step::start_of, Step::rows_of, Step::gradient_of;  \
   using Step::for_each_row, Step::for_each_number, Step::sum_of, Step::dot_of, Step::multiply, Step::apply_layer; \
   using Step::apply_transposed, Step::turn, Step::attention_of, Step::has_channels, Step::channel_of;             \
-  using Step::temperature_of, Step::changed_channel, Step::seen, Step::seen_step;                                 \
+  using Step::temperature_of, Step::changed_channel, Step::attended_scale, Step::seen, Step::seen_step;           \
   using Step::normalized, Step::weigh_guides, Step::guide_place, Step::local_place, Step::gather;                 \
                                                                                                                   \
  public:                                                                                                          \

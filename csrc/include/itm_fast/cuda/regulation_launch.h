@@ -44,7 +44,7 @@ void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Works
 template <typename Tile, typename S>
 void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   place_operands<Tile>(p, sizes, workspace);
-  p.gram_width = Tile::kColumns;
+  p.gram_width = p.options.normalize_attended ? Tile::kColumns : 0;
   p.grams = workspace.take<float>(p.contexts.n_rows * p.gram_width);
   const int64_t rows = p.rows, width = operand_stride(sizes.width);
   const int64_t before = workspace.bytes();

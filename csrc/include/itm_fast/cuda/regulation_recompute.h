@@ -59,7 +59,7 @@ class RecomputedSteps : private BackwardStep<Tile> {
     for_each_row(s_.n_rows, [&](int row) {
       const float *query = of_row(a_.queries, row), *attended = of_row(a_.attended, row, step);
       float* squares = of_row(a_.squares, row, step);
-      const float scale = 1.0f / (sqrtf(dot_of(attended, attended, dim_)) + static_cast<float>(kNormEpsilon));
+      const float scale = attended_scale(sqrtf(dot_of(attended, attended, dim_)));
       for (int d = lane(); d < dim_; d += 32) {
         const float difference = query[d] - attended[d] * scale;
         squares[d] = difference * difference;
@@ -132,6 +132,7 @@ class RecomputedSteps : private BackwardStep<Tile> {
     for_each_row(s_.n_sets, [&](int set) {
       float* next = of_row(a_.guidance, set, step + 1);
       for (int i = lane(); i < width_; i += 32) next[i] = gather(set, step, aligned_step, i);
+      if (!p_.options.normalize_guidance) return;
       const float scale = 1.0f / (sqrtf(dot_of(next, next, width_)) + static_cast<float>(kNormEpsilon));
       for (int i = lane(); i < width_; i += 32) next[i] *= scale;
     });

@@ -176,7 +176,7 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
   }
 
  private:
-  // guidance = l2norm(sum_j share(j) a_j), for a warp.
+  // guidance = sum_j share(j) a_j, l2-normalised as the options say; for a warp.
   template <typename Share>
   ITM_FAST_DEVICE void gather(int set, int first_row, int last_row, const Share& share) const {
     const float* aligned = of_block(p_.slab.aligned);
@@ -186,7 +186,8 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
       for (int row = first_row; row < last_row; ++row) sum += share(row) * aligned[row * width_stride_ + i];
       guidance[i] = p_.options.residual_aggregation ? (guidance[i] + sum) * 0.5f : sum;
     }
-    make_unit(guidance, of_block(p_.slab.guidance_operand) + set * width_stride_);
+    S* operand = of_block(p_.slab.guidance_operand) + set * width_stride_;
+    finish_vector(guidance, operand, p_.options.normalize_guidance);
   }
 };
 

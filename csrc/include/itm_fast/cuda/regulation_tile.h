@@ -136,11 +136,12 @@ class RegulationStep {
     return of_block(p_.slab.hidden) + int64_t{step} * p_.rows * operand_stride(p_.hidden);
   }
 
-  // Divides a vector of alignments by its norm and writes the result to the operand, too. For a warp.
-  ITM_FAST_DEVICE void make_unit(float* vector, S* operand) const {
-    float square = 0.0f;
+  // Divides a vector of alignments by its norm if `normalizes`, and writes the result to the operand, too. For a warp.
+  ITM_FAST_DEVICE void finish_vector(float* vector, S* operand, bool normalizes) const {
+    float square = 0.0f, scale = 1.0f;
     for (int i = lane(); i < width_; i += 32) square += vector[i] * vector[i];
-    const float scale = 1.0f / (sqrtf(add_lanes(square)) + static_cast<float>(kNormEpsilon));
+    square = add_lanes(square);
+    if (normalizes) scale /= sqrtf(square) + static_cast<float>(kNormEpsilon);
     for (int i = lane(); i < width_; i += 32) {
       vector[i] *= scale;
       narrow(vector[i], operand[i]);
@@ -173,8 +174,8 @@ class RegulationStep {
   using Step::kColumns, Step::kChunk, Step::kStride, Step::p_, Step::s_, Step::corresponded_, Step::dim_; \
   using Step::width_, Step::dim_stride_, Step::width_stride_, Step::of_block, Step::part, Step::query;    \
   using Step::for_each_row, Step::for_each_run, Step::for_each_row_of_run, Step::for_each_product;        \
-  using Step::for_each_output, Step::first_temperature, Step::hidden_of, Step::make_unit, Step::pad_rows; \
-  using Step::write_scores, Step::run_, Step::n_run_;                                                     \
+  using Step::for_each_output, Step::first_temperature, Step::hidden_of, Step::finish_vector;             \
+  using Step::pad_rows, Step::write_scores, Step::run_, Step::n_run_;                                     \
                                                                                                           \
  public:                                                                                                  \
   using Step::Step
