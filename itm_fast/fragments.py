@@ -31,7 +31,8 @@ class Fragments:
         offsets: `(n_sets + 1,)` int32 or int64 on the device of `values`; set `i` is
             `values[offsets[i]:offsets[i + 1]]`. Offsets start at 0, never decrease and end at `N`.
         check: check the values of `offsets` if they are on the CPU. Shapes, dtypes and devices are always checked.
-        max_length: length of the longest set, if the caller knows it; otherwise computed on first use.
+        max_length: length of the longest set, if the caller knows it; otherwise computed on first use. Operators on
+            CUDA use it to allocate memory.
 
     Raises:
         TypeError: `values` is not a floating point tensor or `offsets` is not an int32 or int64 tensor.
@@ -58,8 +59,14 @@ class Fragments:
         self._max_length = max_length
 
     def check_offsets(self) -> None:
-        """Raise ValueError if offsets decrease or do not span the values. Synchronizes with a GPU."""
+        """Raise ValueError if offsets decrease or do not span the values, or a set is longer than `max_length`.
+
+        Synchronizes with a GPU.
+        """
         _check_offsets(self.offsets, self.values.shape[0])
+        longest = int(self.lengths.max()) if len(self) else 0
+        if self._max_length is not None and longest > self._max_length:
+            raise ValueError(f"max_length: expected the length of the longest set, {longest}, got {self._max_length}")
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor | None = None, *, mask: Tensor | None = None) -> Fragments:

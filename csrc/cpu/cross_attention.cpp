@@ -60,7 +60,8 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
 Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                               const Tensor& context_offsets, double temperature, const std::string& normalization,
                               double negative_slope, const std::string& focal, const std::string& aggregation,
-                              double logsumexp_temperature, const std::string& precision) {
+                              double logsumexp_temperature, const std::string& precision, int64_t /*longest_query*/,
+                              int64_t /*longest_context*/) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);

@@ -347,7 +347,8 @@ std::tuple<Tensor, Tensor, Tensor> cross_attention_scores_backward(
     const Tensor& grad_scores, const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
     const Tensor& context_offsets, double temperature, const std::string& normalization, double negative_slope,
     const std::string& focal, const std::string& aggregation, double logsumexp_temperature,
-    const std::string& precision, bool for_queries, bool for_contexts) {
+    const std::string& precision, bool for_queries, bool for_contexts, int64_t /*longest_query*/,
+    int64_t /*longest_context*/) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_score_gradient(grad_scores, query_offsets, context_offsets);
   const CrossAttentionOptions options =

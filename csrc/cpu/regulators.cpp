@@ -131,7 +131,7 @@ Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, cons
                         bool normalize_guidance, const std::string& schedule, bool residual_correspondence,
                         bool residual_aggregation, const std::string& correspondence_input, double temperature,
                         double negative_slope, const std::string& focal, double dropout, std::optional<Tensor> seed,
-                        const std::string& precision) {
+                        const std::string& precision, int64_t /*longest_query*/, int64_t /*longest_context*/) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   RegulatorOptions options =
       regulator_options({alignments, correspondences, aggregations, scored, learned_factors, activation, normalize_mean,
@@ -150,7 +150,8 @@ Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, cons
 Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                                   const Tensor& context_offsets, std::vector<Tensor> weights, int64_t correspondences,
                                   bool residual_correspondence, double temperature, const std::string& normalization,
-                                  double negative_slope, const std::string& focal, const std::string& precision) {
+                                  double negative_slope, const std::string& focal, const std::string& precision,
+                                  int64_t /*longest_query*/, int64_t /*longest_context*/) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   const RegulatorOptions options =
       alignment_options(correspondences, residual_correspondence,

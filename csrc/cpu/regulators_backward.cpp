@@ -218,7 +218,8 @@ Gradients regulated_scores_backward(const Tensor& grad_scores, const Tensor& que
                                     bool residual_correspondence, bool residual_aggregation,
                                     const std::string& correspondence_input, double temperature, double negative_slope,
                                     const std::string& focal, double dropout, std::optional<Tensor> seed,
-                                    const std::string& precision) {
+                                    const std::string& precision, int64_t /*longest_query*/,
+                                    int64_t /*longest_context*/) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_score_gradient(grad_scores, query_offsets, context_offsets);
   RegulatorOptions options =
@@ -239,7 +240,8 @@ Gradients cross_attention_alignments_backward(const Tensor& grad_alignments, con
                                               const Tensor& context_offsets, std::vector<Tensor> weights,
                                               int64_t correspondences, bool residual_correspondence, double temperature,
                                               const std::string& normalization, double negative_slope,
-                                              const std::string& focal, const std::string& precision) {
+                                              const std::string& focal, const std::string& precision,
+                                              int64_t /*longest_query*/, int64_t /*longest_context*/) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   const RegulatorOptions options =
       alignment_options(correspondences, residual_correspondence,

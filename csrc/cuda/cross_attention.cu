@@ -38,11 +38,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 template <typename S, int kParts>
-void launch_long(const ScoreProblem<S>& scoring, const Tensor& scores) {
+void launch_long(const ScoreProblem<S>& scoring, const SlabLayout& layout, const Tensor& scores) {
   using Tile = ScoreTile112;
   const DeviceStream device(scores);
-  LongProblem<S> p{scoring, {}, nullptr};
-  const int64_t blocks = device.processors();
+  LongProblem<S> p{scoring, layout, nullptr};
+  const int64_t blocks = long_blocks<Tile>(scoring, device.processors());
   Workspace measured;
   place_long<Tile>(p, blocks, measured);
   const Tensor memory = scratch(scores, measured.bytes());
@@ -53,15 +53,17 @@ void launch_long(const ScoreProblem<S>& scoring, const Tensor& scores) {
 }
 
 template <typename S, int kParts>
-Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const CrossAttentionOptions& options) {
+Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const CrossAttentionOptions& options,
+               const LongestSets& longest) {
   using Tile = ScoreTile112;
   ScoreProblem<S> p = score_problem(queries, contexts, options);
   const int64_t n_queries = p.queries.n_sets, n_contexts = p.contexts.n_sets;
   Tensor scores = torch::stable::new_empty(queries.values, {n_queries, n_contexts}, ScalarType::Float);
   p.scores = mutable_data_of<float>(scores);
   if (n_queries == 0 || n_contexts == 0) return scores;
-  if (has_long_sets<Tile>(p)) {
-    launch_long<S, kParts>(p, scores);
+  const SlabLayout layout = slab_layout<Tile>(p, longest);
+  if (has_long_sets<Tile>(layout)) {
+    launch_long<S, kParts>(p, layout, scores);
     return scores;
   }
   Workspace measured;
@@ -78,14 +80,15 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const Cros
 Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                               const Tensor& context_offsets, double temperature, const std::string& normalization,
                               double negative_slope, const std::string& focal, const std::string& aggregation,
-                              double logsumexp_temperature, const std::string& precision) {
+                              double logsumexp_temperature, const std::string& precision, int64_t longest_query,
+                              int64_t longest_context) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   return with_operands(queries, query_offsets, contexts, context_offsets, precision,
                        [&]<typename S, int kParts>(const Operand<S>& of_queries, const Operand<S>& of_contexts,
                                                    std::integral_constant<int, kParts>) {
-                         return forward<S, kParts>(of_queries, of_contexts, options);
+                         return forward<S, kParts>(of_queries, of_contexts, options, {longest_query, longest_context});
                        });
 }
 

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
 template <typename S>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Operand<S>& queries,
                                             const Operand<S>& contexts, const CrossAttentionOptions& options,
-                                            bool for_queries, bool for_contexts) {
+                                            bool for_queries, bool for_contexts, const LongestSets& longest) {
   CrossAttentionBackward<S> p{};
   const Tensor gradients = torch::stable::contiguous(torch::stable::to(grad_scores, ScalarType::Float));
   p.lists.queries = queries.rows();
@@ -46,7 +46,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
                             p.lists.contexts.n_rows,
                             p.dim,
                             for_queries && queries.values.size(0) > 0,
-                            for_contexts && contexts.values.size(0) > 0};
+                            for_contexts && contexts.values.size(0) > 0,
+                            longest};
   Tensor of_queries = torch::stable::new_empty(queries.values, {for_queries ? sizes.query_rows : 0, p.dim});
   Tensor of_contexts = torch::stable::new_empty(contexts.values, {for_contexts ? sizes.context_rows : 0, p.dim});
   Tensor count = torch::stable::new_empty(queries.offsets, {1}, ScalarType::Long);
@@ -72,14 +73,14 @@ std::tuple<Tensor, Tensor, Tensor> cross_attention_scores_backward(
     const Tensor& grad_scores, const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
     const Tensor& context_offsets, double temperature, const std::string& normalization, double negative_slope,
     const std::string& focal, const std::string& aggregation, double logsumexp_temperature,
-    const std::string& precision, bool for_queries, bool for_contexts) {
+    const std::string& precision, bool for_queries, bool for_contexts, int64_t longest_query, int64_t longest_context) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_score_gradient(grad_scores, query_offsets, context_offsets);
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   return with_rows(queries.scalar_type(), [&]<typename S>(S) {
     return backward<S>(grad_scores, Operand<S>(queries, query_offsets), Operand<S>(contexts, context_offsets), options,
-                       for_queries, for_contexts);
+                       for_queries, for_contexts, {longest_query, longest_context});
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include "cuda/cross_attention_operands.h"
 #include "cuda/launch.h"
+#include "itm_fast/cuda/longest_sets.h"
 #include "itm_fast/cuda/regulation_problem.h"
 #include "ops/regulators.h"
 
@@ -57,6 +58,7 @@ struct Call {
   const RegulatorOptions& options;
   const std::optional<torch::stable::Tensor>& seed;
   const std::string& precision;
+  const LongestSets longest;
 };
 
 // The operands of a call, dense and in float32, with its weights and options. They live as long as this object.

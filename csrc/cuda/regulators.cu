@@ -39,14 +39,15 @@ void run(const Call& call, float* scores, float* alignments) {
   p.alignments = alignments;
   if (p.queries.n_sets == 0 || p.contexts.n_sets == 0) return;
   const DeviceStream device(call.queries);
-  const RegulationSizes sizes{call.weights.width, call.weights.hidden, regulating_blocks<Tile>(p, device.processors())};
+  const RegulationSizes sizes{call.weights.width, call.weights.hidden, call.longest,
+                              regulating_blocks<Tile>(p, device.processors())};
   Workspace measured;
-  place_regulation<Tile>(p, sizes, measured);
+  const int64_t blocks = place_regulation<Tile>(p, sizes, measured);
   const Tensor memory = scratch(call.queries, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
   place_regulation<Tile>(p, sizes, workspace);
   device.launch(prepare_regulation_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
-  device.launch(regulate_tiles_kernel<S, kParts, Tile>, sizes.blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
+  device.launch(regulate_tiles_kernel<S, kParts, Tile>, blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
 }
 
 void run(const Call& call, float* scores, float* alignments) {
@@ -64,7 +65,7 @@ Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, cons
                         bool normalize_guidance, const std::string& schedule, bool residual_correspondence,
                         bool residual_aggregation, const std::string& correspondence_input, double temperature,
                         double negative_slope, const std::string& focal, double dropout, std::optional<Tensor> seed,
-                        const std::string& precision) {
+                        const std::string& precision, int64_t longest_query, int64_t longest_context) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   RegulatorOptions options =
       regulator_options({alignments, correspondences, aggregations, scored, learned_factors, activation, normalize_mean,
@@ -75,7 +76,8 @@ Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, cons
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
   Tensor scores =
       torch::stable::new_empty(queries, {query_offsets.size(0) - 1, context_offsets.size(0) - 1}, ScalarType::Float);
-  run({queries, query_offsets, contexts, context_offsets, checked, options, seed, precision},
+  const LongestSets longest{longest_query, longest_context};
+  run({queries, query_offsets, contexts, context_offsets, checked, options, seed, precision, longest},
       mutable_data_of<float>(scores), nullptr);
   return scores;
 }
@@ -83,7 +85,8 @@ Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, cons
 Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                                   const Tensor& context_offsets, std::vector<Tensor> weights, int64_t correspondences,
                                   bool residual_correspondence, double temperature, const std::string& normalization,
-                                  double negative_slope, const std::string& focal, const std::string& precision) {
+                                  double negative_slope, const std::string& focal, const std::string& precision,
+                                  int64_t longest_query, int64_t longest_context) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   const RegulatorOptions options =
       alignment_options(correspondences, residual_correspondence,
@@ -93,7 +96,8 @@ Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_off
   Tensor alignments = torch::stable::new_zeros(queries, {context_offsets.size(0) - 1, queries.size(0), checked.width},
                                                ScalarType::Float);
   const std::optional<Tensor> no_seed;
-  run({queries, query_offsets, contexts, context_offsets, checked, options, no_seed, precision}, nullptr,
+  const LongestSets longest{longest_query, longest_context};
+  run({queries, query_offsets, contexts, context_offsets, checked, options, no_seed, precision, longest}, nullptr,
       mutable_data_of<float>(alignments));
   return alignments;
 }

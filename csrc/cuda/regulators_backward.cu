@@ -54,7 +54,7 @@ Gradients differentiate(const Call& call, const std::vector<Tensor>& weights, co
   p.n_pairs = mutable_data_of<int64_t>(n_pairs);
 
   const DeviceStream device(call.queries);
-  const RegulationSizes sizes{call.weights.width, call.weights.hidden, 0};
+  const RegulationSizes sizes{call.weights.width, call.weights.hidden, call.longest, 0};
   Workspace measured;
   place_backward<Tile>(p, sizes, measured);
   const Tensor memory = scratch(call.queries, measured.bytes());
@@ -74,7 +74,7 @@ Gradients regulated_scores_backward(const Tensor& grad_scores, const Tensor& que
                                     bool residual_correspondence, bool residual_aggregation,
                                     const std::string& correspondence_input, double temperature, double negative_slope,
                                     const std::string& focal, double dropout, std::optional<Tensor> seed,
-                                    const std::string& precision) {
+                                    const std::string& precision, int64_t longest_query, int64_t longest_context) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_score_gradient(grad_scores, query_offsets, context_offsets);
   const RegulatorSetting setting{alignments,
@@ -94,7 +94,8 @@ Gradients regulated_scores_backward(const Tensor& grad_scores, const Tensor& que
       setting, cross_attention_options(temperature, "clipped_l2norm", negative_slope, focal, "mean", 1.0));
   options.dropout = counter_dropout(dropout, seed, queries);
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
-  const Call call{queries, query_offsets, contexts, context_offsets, checked, options, seed, precision};
+  const LongestSets longest{longest_query, longest_context};
+  const Call call{queries, query_offsets, contexts, context_offsets, checked, options, seed, precision, longest};
   return differentiate(call, weights, grad_scores, false);
 }
 
@@ -103,7 +104,8 @@ Gradients cross_attention_alignments_backward(const Tensor& grad_alignments, con
                                               const Tensor& context_offsets, std::vector<Tensor> weights,
                                               int64_t correspondences, bool residual_correspondence, double temperature,
                                               const std::string& normalization, double negative_slope,
-                                              const std::string& focal, const std::string& precision) {
+                                              const std::string& focal, const std::string& precision,
+                                              int64_t longest_query, int64_t longest_context) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   const RegulatorOptions options =
       alignment_options(correspondences, residual_correspondence,
@@ -111,7 +113,8 @@ Gradients cross_attention_alignments_backward(const Tensor& grad_alignments, con
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
   check_alignment_gradient(grad_alignments, queries, context_offsets, checked);
   const std::optional<Tensor> no_seed;
-  const Call call{queries, query_offsets, contexts, context_offsets, checked, options, no_seed, precision};
+  const LongestSets longest{longest_query, longest_context};
+  const Call call{queries, query_offsets, contexts, context_offsets, checked, options, no_seed, precision, longest};
   return differentiate(call, weights, grad_alignments, true);
 }
 

@@ -87,11 +87,13 @@ void check_score_gradient(const Tensor& grad_scores, const Tensor& query_offsets
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 // `precision` is the requested one, resolved in Python. The third result of the backward is the number of recomputed
 // pairs, int64, one element. A gradient that `for_queries` or `for_contexts` does not request has no rows.
+// `longest_query`, `longest_context`: the lengths of the longest sets, for the workspace on CUDA; 0: unknown. If they
+// are wrong, only speed and memory change.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "cross_attention_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "float temperature, str normalization, float negative_slope, str focal, str aggregation, "
-      "float logsumexp_temperature, str precision) -> Tensor");
+      "float logsumexp_temperature, str precision, int longest_query=0, int longest_context=0) -> Tensor");
   // `grams`: the result of cross_attention_grams for the contexts, Gram matrices in the layout of the kernels.
   m.def(
       "cross_attention_scores_prepared(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
@@ -101,7 +103,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "cross_attention_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
       "Tensor context_offsets, float temperature, str normalization, float negative_slope, str focal, "
-      "str aggregation, float logsumexp_temperature, str precision, bool for_queries, bool for_contexts) "
-      "-> (Tensor, Tensor, Tensor)");
+      "str aggregation, float logsumexp_temperature, str precision, bool for_queries, bool for_contexts, "
+      "int longest_query=0, int longest_context=0) -> (Tensor, Tensor, Tensor)");
 }
 #endif

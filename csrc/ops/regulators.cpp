@@ -174,28 +174,33 @@ void check_alignment_gradient(const Tensor& grad_alignments, const Tensor& queri
 // `weights` has the order of `RegulatorParameters.tensors()`, in float32, or float64 for float64 rows; `precision` is
 // the requested one, resolved in Python. The backwards return the gradients of queries, contexts and weights, and the
 // number of recomputed pairs, int64, one element. The gradients of all weights lie one after the other in one vector.
+// `longest_query`, `longest_context`: the lengths of the longest sets, for the workspace on CUDA; 0: unknown. Pairs of
+// sets that are longer than the workspace allows are NaN, and so are all gradients if such a pair has one.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "regulated_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "Tensor[] weights, int alignments, int correspondences, int aggregations, bool scored, bool learned_factors, "
       "str activation, bool normalize_mean, bool normalize_attended, bool normalize_guidance, str schedule, "
       "bool residual_correspondence, bool residual_aggregation, str correspondence_input, float temperature, "
-      "float negative_slope, str focal, float dropout, Tensor? seed, str precision) -> Tensor");
+      "float negative_slope, str focal, float dropout, Tensor? seed, str precision, "
+      "int longest_query=0, int longest_context=0) -> Tensor");
   m.def(
       "regulated_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
       "Tensor context_offsets, Tensor[] weights, int alignments, int correspondences, int aggregations, bool scored, "
       "bool learned_factors, str activation, bool normalize_mean, bool normalize_attended, bool normalize_guidance, "
       "str schedule, bool residual_correspondence, bool residual_aggregation, str correspondence_input, "
-      "float temperature, float negative_slope, str focal, float dropout, Tensor? seed, str precision) "
+      "float temperature, float negative_slope, str focal, float dropout, Tensor? seed, str precision, "
+      "int longest_query=0, int longest_context=0) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "cross_attention_alignments(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "Tensor[] weights, int correspondences, bool residual_correspondence, float temperature, str normalization, "
-      "float negative_slope, str focal, str precision) -> Tensor");
+      "float negative_slope, str focal, str precision, int longest_query=0, int longest_context=0) -> Tensor");
   m.def(
       "cross_attention_alignments_backward(Tensor grad_alignments, Tensor queries, Tensor query_offsets, "
       "Tensor contexts, Tensor context_offsets, Tensor[] weights, int correspondences, bool residual_correspondence, "
-      "float temperature, str normalization, float negative_slope, str focal, str precision) "
+      "float temperature, str normalization, float negative_slope, str focal, str precision, int longest_query=0, "
+      "int longest_context=0) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 #endif

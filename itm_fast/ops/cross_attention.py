@@ -20,6 +20,8 @@ FOCAL_MODES = (None, "equal", "prob", "hard")
 AGGREGATIONS = ("mean", "sum", "max", "logsumexp")
 # Half of the room for the numbers of pairs in the backward on CUDA, as in its launcher.
 CUDA_MOST_NUMBERS = 3_500_000
+# Under torch.compile, lengths of the longest sets are rounded up to one of these. The first two are the rows of tiles.
+CUDA_LENGTHS = (112, 128, 256, 384, 512, 640)
 
 
 def check_fragments(queries: Fragments, contexts: Fragments) -> None:
@@ -69,6 +71,24 @@ def beyond_backward(device: str, queries: Fragments, contexts: Fragments) -> str
     if cuda_numbers(queries.max_length, contexts.max_length) <= CUDA_MOST_NUMBERS:
         return None
     return "the CUDA gradient of cross_attention_scores supports pairs of at most about 500,000 raw scores"
+
+
+def longest_set(sets: Fragments) -> int:
+    """Return the length of the longest set, for the workspace on CUDA; 0 where it is unknown or of no use.
+
+    It never synchronizes. Under `torch.compile` it is rounded up, because each value is compiled separately.
+    """
+    if sets.device.type != "cuda" or not sets.knows_max_length:
+        return 0
+    return rounded_length(sets.max_length) if torch.compiler.is_compiling() else sets.max_length
+
+
+def rounded_length(length: int) -> int:
+    """Return the first of `CUDA_LENGTHS` that is not shorter, or the last one."""
+    for rounded in CUDA_LENGTHS:
+        if length <= rounded:
+            return rounded
+    return CUDA_LENGTHS[-1]
 
 
 def check_options(
@@ -139,7 +159,7 @@ def cross_attention_scores(
     if grams is not None and contexts.dtype == prepared_dtype:
         scores: Tensor = torch.ops.itm_fast.cross_attention_scores_prepared(*operands, grams, *options)
     else:
-        scores = _CrossAttentionScores.apply(*operands, *options)
+        scores = _CrossAttentionScores.apply(*operands, *options, longest_set(queries), longest_set(contexts))
     return scores
 
 
@@ -167,7 +187,7 @@ class _CrossAttentionScores(torch.autograd.Function):
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
         for_queries, for_contexts = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         grad_queries, grad_contexts, _ = torch.ops.itm_fast.cross_attention_scores_backward(
-            grad_scores, *ctx.saved_tensors, *ctx.options, for_queries, for_contexts
+            grad_scores, *ctx.saved_tensors, *ctx.options[:-2], for_queries, for_contexts, *ctx.options[-2:]
         )
         gradients = (grad_queries if for_queries else None, None, grad_contexts if for_contexts else None, None)
         return *gradients, *(None,) * len(ctx.options)
@@ -199,7 +219,7 @@ def _scores_backward_fake(
     _context_offsets: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    for_queries, for_contexts = options[-2:]
+    for_queries, for_contexts = options[7:9]  # Behind them are the lengths, if they are known.
     grad_queries = queries.new_empty(queries.shape if for_queries else (0, queries.shape[1]))
     grad_contexts = contexts.new_empty(contexts.shape if for_contexts else (0, contexts.shape[1]))
     return grad_queries, grad_contexts, query_offsets.new_empty(1, dtype=torch.int64)

@@ -92,8 +92,8 @@ def matching_loss(
 
 
 def has_long_sets(queries: Fragments, contexts: Fragments, attention: str) -> bool:
-    """Return whether the scores on CUDA have a launch of their own: the average set is longer than a tile, or a pair
-    may be too large for the backward.
+    """Return whether the scores on CUDA have a launch of their own: the longest set, or if its length is unknown the
+    average set, is longer than a tile, or a pair may be too large for the backward.
     """
     if queries.device.type != "cuda":
         return False
@@ -101,7 +101,10 @@ def has_long_sets(queries: Fragments, contexts: Fragments, attention: str) -> bo
         return True
     of_queries = min(TILE_QUERIES, TILE_CONTEXTS) if attention in OF_BOTH else TILE_QUERIES
     sides = ((queries, of_queries), (contexts, TILE_CONTEXTS))
-    return any(side.values.shape[0] > tile * len(side) for side, tile in sides)
+    return any(
+        side.max_length > tile if side.knows_max_length else side.values.shape[0] > tile * len(side)
+        for side, tile in sides
+    )
 
 
 def _other_scoring(attention: str, scoring: dict[str, Any], changed: Mapping[str, Any] | None) -> list[dict[str, Any]]:

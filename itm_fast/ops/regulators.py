@@ -15,7 +15,7 @@ from torch import Tensor
 from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.ops.autograd import first_order, refuse_transforms
-from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, score_dtype
+from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, longest_set, score_dtype
 from itm_fast.ops.gradient_sparse import Listed, gradient_sparse_scores
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
@@ -34,9 +34,9 @@ FOCAL_MODES = (None, "equal", "prob")
 # the fastest on a CPU. Other devices use larger lists, about 1 GB for all tensors, because each list costs several
 # hundred launches: a step with 128 pairs and hardest negatives needs one list.
 _LISTED_ELEMENTS, _LISTED_ON_DEVICES = 1 << 19, 32
-# Limits of the CUDA kernels: steps of each kind; query rows and context rows of a product, and of the longest sets.
+# Limits of the CUDA kernels: steps of each kind; rows of query sets and context sets.
 CUDA_STEPS = 8
-CUDA_TILE, CUDA_LONGEST = (112, 128), (512, 640)
+CUDA_LONGEST = (512, 640)
 
 
 def cross_attention_alignments(
@@ -157,6 +157,7 @@ def _apply(
 ) -> Tensor:
     weights = _weights_of(operator, parameters)
     refuse_transforms(operator, queries.values, contexts.values, *weights)
+    options = (*options, longest_set(queries), longest_set(contexts))
     result: Tensor = _Regulators.apply(
         operator, options, queries.values, queries.offsets, contexts.values, contexts.offsets, *weights
     )
@@ -181,30 +182,13 @@ def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, paramet
         return "under torch.compile the CUDA kernels of the regulators need Fragments made with max_length"
     if queries.values.shape[1] == 0:
         return "the CUDA kernels of the regulators support rows of at least one component"
-    for side, sets, tile, longest in zip(
-        ("query", "context"), (queries, contexts), CUDA_TILE, CUDA_LONGEST, strict=True
-    ):
-        # Short sets need no comparison of their number of rows, which torch.compile would guard.
-        if sets.max_length > tile and sets.max_length > cuda_rows(sets.values.shape[0], len(sets), tile, longest):
-            return (
-                f"the CUDA kernels of the regulators support {side} sets of at most {tile} rows, or 1.25 times the "
-                f"average up to {longest} rows"
-            )
+    for side, sets, longest in zip(("query", "context"), (queries, contexts), CUDA_LONGEST, strict=True):
+        if sets.max_length > longest:
+            return f"the CUDA kernels of the regulators support {side} sets of at most {longest} rows"
     steps = (parameters.alignments, parameters.correspondences, parameters.aggregations)
     if max(map(len, steps)) > CUDA_STEPS:
         return f"the CUDA kernels of the regulators support at most {CUDA_STEPS} steps"
     return None
-
-
-def cuda_rows(n_rows: int, n_sets: int, tile: int, longest: int) -> int:
-    """Return the length up to which the CUDA kernels support sets, as `slab_rows` of csrc/include/itm_fast/cuda does.
-
-    The workspace is allocated before the device knows the longest set.
-    """
-    if n_sets == 0 or n_rows <= n_sets * tile:
-        return tile
-    average = (n_rows + n_sets - 1) // n_sets
-    return (min(average + average // 4, longest) + 7) // 8 * 8
 
 
 def _native_scores(

@@ -14,9 +14,11 @@ import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import peak_memory
+from itm_fast.ops.cross_attention import longest_set, rounded_length
 from itm_fast.ops.library import use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 from python_tests.helpers.fragments import native_calls, random_fragments
+from python_tests.helpers.stand_in import stand_in
 
 OPTIONS = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 
@@ -42,9 +44,11 @@ def test_opcheck() -> None:
     tensors = (queries.values, queries.offsets, contexts.values, contexts.offsets)
     torch.library.opcheck(torch.ops.itm_fast.cross_attention_scores.default, (*tensors, *OPTIONS))
     gradient = torch.randn(3, 2, dtype=torch.float64)
-    torch.library.opcheck(
-        torch.ops.itm_fast.cross_attention_scores_backward.default, (gradient, *tensors, *OPTIONS, True, True)
-    )
+    backward = torch.ops.itm_fast.cross_attention_scores_backward.default
+    torch.library.opcheck(backward, (gradient, *tensors, *OPTIONS, True, True))
+    # With the lengths of the longest sets, which have no effect on a CPU.
+    torch.library.opcheck(torch.ops.itm_fast.cross_attention_scores.default, (*tensors, *OPTIONS, 1, 4))
+    torch.library.opcheck(backward, (gradient, *tensors, *OPTIONS, True, False, 1, 4))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -76,6 +80,44 @@ def test_compiles_whole_and_does_not_recompile() -> None:
         if batch == 2:
             after_third = len(compilations)
     assert len(compilations) == after_third <= 3
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_lengths_that_differ_do_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known lengths reach the kernels on CUDA, rounded up under `torch.compile`."""
+    monkeypatch.setattr(Fragments, "device", torch.device("cuda"))
+    compilations = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: list) -> torch.fx.GraphModule:
+        compilations.append(graph)
+        return graph
+
+    compiled = torch.compile(F_itm.cross_attention_scores, fullgraph=True, backend=count)
+    graphs = []
+    for batch, longest in enumerate((3, 5, 8, 70, 9, 112, 200, 180)):
+        words, regions = random_fragments([2] * (batch + 2), 8), random_fragments([longest, 1], 8, seed=batch)
+        assert torch.equal(compiled(words, regions), F_itm.cross_attention_scores(words, regions))
+        known = [Fragments(sets.values, sets.offsets, max_length=sets.max_length) for sets in (words, regions)]
+        assert torch.equal(compiled(*known), F_itm.cross_attention_scores(*known))
+        graphs.append(len(compilations))
+    # Up to 112 rows there is one graph, and up to 256 another.
+    assert graphs[2:6] == [graphs[2]] * 4
+    assert graphs[6:] == [graphs[2] + 1] * 2
+
+
+def test_lengths_are_known_or_not_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = random_fragments([4, 200], 8, torch.float32)
+    known = Fragments(sets.values, sets.offsets, max_length=200)
+    assert longest_set(known) == 0  # on a CPU
+    with stand_in():
+        assert [longest_set(Fragments(sets.values, sets.offsets)), longest_set(known)] == [0, 200]
+        with native_calls() as calls:
+            scores = F_itm.cross_attention_scores(known.with_values(sets.values.clone().requires_grad_()), known)
+            scores.sum().backward()
+        assert [arguments[-2:] for _, (arguments, _) in calls] == [(200, 200)] * 2
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert longest_set(known) == 256
+    assert [rounded_length(length) for length in (0, 112, 113, 129, 640, 10_000)] == [112, 112, 128, 256, 640, 640]
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -160,7 +202,7 @@ def test_compiled_code_follows_the_precision_setting() -> None:
 
 def _precisions(graphs: list[torch.fx.GraphModule]) -> list[str]:
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    return [node.args[-1] for node in nodes]
+    return [node.args[10] for node in nodes]
 
 
 def test_what_is_not_differentiable_says_so() -> None:
@@ -273,12 +315,16 @@ def test_bfloat16_rows_are_never_copied_to_a_wider_type() -> None:
 
 def test_debug_checks_read_the_offsets() -> None:
     wrong = Fragments(torch.zeros(3, 4), torch.tensor([0, 2, 1, 3]), check=False)
-    right = Fragments(torch.zeros(3, 4), torch.tensor([0, 3]))
+    right = Fragments(torch.zeros(3, 4), torch.tensor([0, 3]), max_length=3)
+    too_short = Fragments(torch.zeros(3, 4), torch.tensor([0, 3]), max_length=2)
     assert F_itm.cross_attention_scores(wrong, right).shape == (3, 1)
     itm_fast.debug_checks(True)
     try:
         with pytest.raises(ValueError, match="offsets: expected them never to fall, got 2 then 1 at 1"):
             F_itm.cross_attention_scores(wrong, right)
+        with pytest.raises(ValueError, match=r"^max_length: expected the length of the longest set, 3, got 2$"):
+            F_itm.cross_attention_scores(too_short, right)
+        assert F_itm.cross_attention_scores(right, right).shape == (1, 1)
     finally:
         itm_fast.debug_checks(False)
 

@@ -214,12 +214,13 @@ def test_one_call_where_a_gradient_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     assert used(words, regions) == ["matching_loss"]
 
 
-def test_mostly_long_sets_on_a_gpu_are_scored_separately() -> None:
+def test_long_sets_on_a_gpu_are_scored_separately() -> None:
     class OnGpu:
         device = torch.device("cuda")
 
-        def __init__(self, rows: int) -> None:
+        def __init__(self, rows: int, longest: int | None = None) -> None:
             self.values = torch.empty(rows, 0)
+            self.max_length, self.knows_max_length = longest, longest is not None
 
         def __len__(self) -> int:
             return 2
@@ -228,6 +229,11 @@ def test_mostly_long_sets_on_a_gpu_are_scored_separately() -> None:
         assert matching_loss.has_long_sets(OnGpu(queries), OnGpu(contexts), "i2t") is expected
     for queries, contexts, expected in ((224, 224, False), (225, 1, True), (1, 225, True)):
         assert matching_loss.has_long_sets(OnGpu(queries), OnGpu(contexts), "mean") is expected
+    for longest, expected in ((128, False), (129, True)):
+        assert matching_loss.has_long_sets(OnGpu(130, longest), OnGpu(4), "t2i") is expected
+    for longest, expected in ((112, False), (113, True)):
+        assert matching_loss.has_long_sets(OnGpu(4), OnGpu(114, longest), "t2i") is expected
+        assert matching_loss.has_long_sets(OnGpu(114, longest), OnGpu(4), "sum") is expected
     assert not matching_loss.has_long_sets(random_fragments([300], 2), random_fragments([300], 2), "sum")
 
 

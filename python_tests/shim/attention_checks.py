@@ -37,7 +37,7 @@ def scores_of(
 def check_scores(
     kernels: AttentionKernels, queries: Fragments, contexts: Fragments, kernel: str = "float32", *,
     name: str = "scores", by_draws: bool = False, large: bool = False, shift: int = 0, wide_offsets: bool = True,
-    seed: int = 0,
+    seed: int = 0, longest: tuple[int, int] = (0, 0),
     **options: Any,
 ) -> None:  # fmt: skip
     """Check that the error is at most twice that of plain PyTorch in float32, both on the rounded inputs.
@@ -46,7 +46,7 @@ def check_scores(
     of a single draw may be close to zero.
     """
     queries, contexts = (part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts))
-    run = {"large": large, "shift": shift, "wide_offsets": wide_offsets, "seed": seed}
+    run = {"large": large, "shift": shift, "wide_offsets": wide_offsets, "seed": seed, "longest": longest}
     actual = scores_of(kernels, queries, contexts, kernel, **run, **options)
     single = (queries.to(torch.float32), contexts.to(torch.float32))
     exact = reference.cross_attention_scores(*(part.to(torch.float64) for part in single), **options)

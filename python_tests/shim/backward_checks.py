@@ -114,13 +114,15 @@ def check_gradients(
     room: int = ROOM,
     seed: int = 0,
     dense_share: float = NEVER,
+    longest: tuple[int, int] = (0, 0),
     **options: Any,
 ) -> Gradients:
     """Check the pair count and the errors of the gradients.
 
     An error may be at most twice that of plain PyTorch in float32, rounded to the dtype of the rows.
     """
-    found = run(kernels, queries, contexts, gradients, room=room, seed=seed, dense_share=dense_share, **options)
+    given = {"room": room, "seed": seed, "dense_share": dense_share, "longest": longest}
+    found = run(kernels, queries, contexts, gradients, **given, **options)
     present = (queries.lengths > 0)[:, None] & (contexts.lengths > 0)
     assert found.pairs == int((present & (gradients != 0)).sum()), f"backward: {found.pairs} pairs"
     exact = reference_gradients(queries, contexts, gradients, torch.float64, **options)

@@ -26,6 +26,20 @@ class _Settings(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("dim", "shift")),
         *((name, ctypes.c_double) for name in ("temperature", "negative_slope", "logsumexp_temperature")),
         *((name, ctypes.c_int64) for name in ("normalization", "focal", "aggregation")),
+        *((name, ctypes.c_int64) for name in ("longest_query", "longest_context")),
+    )
+
+
+def _settings(*numbers: int, longest: tuple[int, int] = (0, 0), **options: Any) -> _Settings:
+    return _Settings(
+        *numbers,
+        options.get("temperature", 9.0),
+        options.get("negative_slope", 0.1),
+        options.get("logsumexp_temperature", 6.0),
+        NORMALIZATIONS.index(options.get("normalization", "clipped_l2norm")),
+        FOCAL_MODES.index(options.get("focal")),
+        AGGREGATIONS.index(options.get("aggregation", "mean")),
+        *longest,
     )
 
 
@@ -53,29 +67,24 @@ class AttentionKernels:
 
         Args:
             kernel: "float32", "float32_as_bf16x3", "float32_as_bf16", "bf16" or "fp16".
+            options: those of the operator, and `longest`: the known lengths of queries and contexts.
         """
         n_queries, n_contexts = len(query_offsets) - 1, len(context_offsets) - 1
-        settings = _Settings(
-            seed,
-            large,
-            wide_offsets,
-            n_queries,
-            len(queries),
-            n_contexts,
-            len(contexts),
-            queries.shape[1],
-            shift,
-            options.get("temperature", 9.0),
-            options.get("negative_slope", 0.1),
-            options.get("logsumexp_temperature", 6.0),
-            NORMALIZATIONS.index(options.get("normalization", "clipped_l2norm")),
-            FOCAL_MODES.index(options.get("focal")),
-            AGGREGATIONS.index(options.get("aggregation", "mean")),
-        )
+        shape = (n_queries, len(queries), n_contexts, *contexts.shape)
+        settings = _settings(seed, large, wide_offsets, *shape, shift, **options)
         scores = np.full((n_queries, n_contexts), 777, np.float32)
         function = getattr(self.library, f"scores_{kernel}")
         call(function, ctypes.byref(settings), queries, query_offsets, contexts, context_offsets, scores)
         return scores
+
+    def slab(
+        self, query_sets: int, query_rows: int, context_sets: int, context_rows: int, longest: tuple[int, int]
+    ) -> list[int]:
+        """Return the most contexts and queries of sets on tensor cores and the number of slabs, or zeros."""
+        found = np.full(3, 777, np.int64)
+        settings = _settings(0, 1, 1, query_sets, query_rows, context_sets, context_rows, 1, 0, longest=longest)
+        call(self.library.slab, ctypes.byref(settings), found)
+        return found.tolist()
 
     def plan(self, lengths: list[int], max_rows: int, seed: int = 0) -> tuple[list[int], int]:
         """Return the first set of every tile followed by the number of sets, and the maximum number of tiles."""
@@ -90,16 +99,19 @@ def outcomes(library: Path) -> dict[str, np.ndarray]:
     kernels = AttentionKernels(library)
     random = np.random.default_rng(0)
     found = {}
-    # Short sets, long sets on both sides, invalid offsets, unaligned rows, and long sets alone.
+    # Short sets, long sets on both sides, invalid offsets, unaligned rows, long sets alone, and lengths that are known,
+    # too short or too long.
     cases = (
-        ([0, 3, 3, 20], [0, 4, 30], 24, 0),
-        ([0, 70, 75], [0, 3, 63], 9, 0),
-        ([0, 90, 2, 10], [0, -5, 2**40, 10], 8, 0),
-        ([0, 33, 40], [0, 40, 50], 13, 3),
-        ([0, 70, 140], [0, 60, 163], 12, 0),
+        ([0, 3, 3, 20], [0, 4, 30], 24, 0, (0, 0)),
+        ([0, 70, 75], [0, 3, 63], 9, 0, (0, 0)),
+        ([0, 90, 2, 10], [0, -5, 2**40, 10], 8, 0, (9, 9)),
+        ([0, 33, 40], [0, 40, 50], 13, 3, (0, 0)),
+        ([0, 70, 140], [0, 60, 163], 12, 0, (0, 0)),
+        ([0, 3, 9, 79], [0, 9, 110, 163], 12, 0, (70, 64)),
+        ([0, 3, 9, 79], [0, 9, 110, 163], 12, 0, (1, 2**40)),
     )
-    for number, (query_offsets, context_offsets, dim, shift) in enumerate(cases):
-        options = {"normalization": NORMALIZATIONS[number], "aggregation": AGGREGATIONS[number % 4]}
+    for number, (query_offsets, context_offsets, dim, shift, longest) in enumerate(cases):
+        options = {"longest": longest, "normalization": NORMALIZATIONS[number], "aggregation": AGGREGATIONS[number % 4]}
         options["focal"] = FOCAL_MODES[number % 4]
         for kernel in ("float32", "bf16"):
             operands: list[np.ndarray] = []

@@ -37,6 +37,8 @@ class _Settings(ctypes.Structure):
         ("normalization", ctypes.c_int64),
         ("focal", ctypes.c_int64),
         ("aggregation", ctypes.c_int64),
+        ("longest_query", ctypes.c_int64),
+        ("longest_context", ctypes.c_int64),
     )
 
 
@@ -93,12 +95,14 @@ class BackwardKernels:
         context_rows: int,
         dim: int,
         *,
+        longest: tuple[int, int] = (0, 0),
         element_bytes: int = 4,
     ) -> int:
         """Return the size of the workspace for rows of float32, or of 16 bits if `element_bytes` is 2."""
         function = self.library.cross_attention_backward_bytes
         function.restype = ctypes.c_int64
-        settings = _settings(query_sets, query_rows, context_sets, context_rows, dim)
+        sizes = (query_sets, query_rows, context_sets, context_rows, dim)
+        settings = _settings(*sizes, longest=longest)
         return int(function(ctypes.byref(settings), ctypes.c_int64(element_bytes)))
 
     def numbers(self, n_queries: int, n_contexts: int) -> int:
@@ -128,4 +132,5 @@ def _settings(
         NORMALIZATIONS.index(options.get("normalization", "clipped_l2norm")),
         FOCAL_MODES.index(options.get("focal")),
         AGGREGATIONS.index(options.get("aggregation", "mean")),
+        *options.get("longest", (0, 0)),
     )

@@ -30,7 +30,7 @@ class _Settings(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("temperature", "negative_slope")),
         *((name, ctypes.c_int64) for name in ("normalization", "focal")),
         ("dropout", ctypes.c_double),
-        ("dropout_seed", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("dropout_seed", "longest_query", "longest_context")),
     )
 
 
@@ -75,6 +75,7 @@ def _settings(
         FOCAL_MODES.index(options.get("focal")),
         options.get("dropout", 0.0),
         options.get("dropout_seed", 0),
+        *options.get("longest", (0, 0)),
     )
 
 
@@ -118,10 +119,25 @@ class RegulatorKernels:
         self.launches, self.slab_bytes = map(int, counts)
         return result
 
-    def limits(self, n_rows: int, n_sets: int) -> list[int]:
-        """Return the maximum query rows, contexts and steps that the launchers support for sides of this size."""
+    def slabs(self, sizes: tuple[int, ...], weights: Weights, longest: tuple[int, int], blocks: int) -> list[int]:
+        """Return the number of blocks of the second launch, at most `blocks`, and the bytes of the slab of each.
+
+        Args:
+            sizes: query sets, query rows, context sets, context rows, dim.
+        """
+        found = np.zeros(2, np.int64)
+        settings = _settings(sizes, weights, False, True, True, blocks, 0, {"longest": longest})
+        call(self.library.slabs, ctypes.byref(settings), max(weights.hidden, default=0), found)
+        return found.tolist()
+
+    def limits(self, n_rows: int, n_sets: int, longest: int) -> list[int]:
+        """Return the maximum query rows, contexts and steps that the launchers support for sides of this size.
+
+        Args:
+            longest: length of the longest set, or 0: unknown.
+        """
         found = np.zeros(3, np.int64)
-        call(self.library.limits, n_rows, n_sets, found)
+        call(self.library.limits, n_rows, n_sets, longest, found)
         return found.tolist()
 
 
@@ -191,13 +207,15 @@ def _cases() -> list[Case]:
     random = np.random.default_rng(0)
     made: list[Case] = []
     rcar = {"scored": 1, "interleaved": 1}
-    # Short sets, sets beyond the limits, invalid offsets, no contexts, and long sets on both sides.
+    # Short sets, sets beyond the limits, invalid offsets, no contexts, long sets on both sides, and
+    # such sets of known length among short ones.
     cases: tuple[tuple[list[int], list[int], int, dict[str, int], tuple[int, int, int]], ...] = (
         ([0, 3, 3, 9, 34], [0, 4, 9], 66, rcar, (2, 1, 2)),
         ([0, 40, 45], [0, 3, 40], 9, {}, (1, 1, 0)),
         ([0, 90, 2, 10], [0, -5, 2**40, 10], 8, rcar, (2, 1, 2)),
         ([0, 5, 11], [0, 0, 0], 13, {"aligns": 1}, (2, 1, 0)),
         ([0, 35], [0, 70], 66, rcar, (2, 1, 2)),
+        ([0, 3, 38], [0, 4, 74], 9, rcar, (2, 1, 2)),
     )
     for number, (query_offsets, context_offsets, dim, setting, counts) in enumerate(cases):
         aligns = bool(setting.get("aligns", 0))
@@ -207,7 +225,8 @@ def _cases() -> list[Case]:
             rows = random.standard_normal((10 if number == 2 else offsets[-1], dim)).astype(np.float32)
             operands += [rows, np.array(offsets)]
         options = {"focal": FOCAL_MODES[number % 3], "dropout": 0.4 if counts[2] else 0.0, "dropout_seed": 2**40}
-        made.append((operands, weights, {"aligns": aligns, "seed": number, **options}))
+        longest = (35, 70) if number == 5 else (0, 0)
+        made.append((operands, weights, {"aligns": aligns, "seed": number, "longest": longest, **options}))
     return made
 
 

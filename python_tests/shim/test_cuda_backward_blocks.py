@@ -126,6 +126,17 @@ def test_lists_take_what_blocks_refuse(kernels: BackwardKernels, name: str) -> N
         assert found.contexts.tobytes() == lists.contexts.tobytes()
 
 
+@pytest.mark.parametrize(("side", "longest"), [("contexts", (30, 81)), ("queries", (65, 24))])
+def test_lists_take_sets_that_are_known_to_be_long(
+    kernels: BackwardKernels, side: str, longest: tuple[int, int]
+) -> None:
+    """If the length is unknown or too short, blocks start and refuse. The results are the same, bit for bit."""
+    operands = (*refused()[f"{side} longer than a tile"], torch.ones(3, 3))
+    found = [run_blocks(kernels, *operands, longest=given) for given in (longest, (0, 0), (1, 1))]
+    assert [one.blocks for one in found] == ["none", "refused", "refused"]
+    assert len({(one.queries.tobytes(), one.contexts.tobytes()) for one in found}) == 1
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_rows_without_a_gradient(kernels: BackwardKernels, dtype: torch.dtype) -> None:
     """Rows of zeros have no direction; rows behind the last set have no set."""

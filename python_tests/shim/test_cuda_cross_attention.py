@@ -120,7 +120,7 @@ def test_narrow_rows(kernels: AttentionKernels, dim: int) -> None:
         assert max_error(actual, exact) < 512 * torch.finfo(torch.float32).eps
 
 
-# Most sets are short or empty, so that the few long ones are scored without tensor cores.
+# Most sets are short or empty, so that the few long ones of unknown length are scored without tensor cores.
 LONG: list[Any] = [
     ([3, 70], [4, 60, 0], 40, {}),  # long sets on both sides
     ([3, 0, 70], [4, 6], 9, {"normalization": "softmax", "aggregation": "logsumexp"}),
@@ -162,6 +162,81 @@ def test_long_sets_on_tensor_cores(
     kernel: str,
 ) -> None:
     check_random_scores(kernels, query_lengths, context_lengths, dim, kernel, by_draws=True, **options)
+
+
+# A set is longer than a tile among shorter ones.
+ONE_LONG: list[Any] = [
+    ([3, 5, 0, 9], [40, 20, 300, 4], 24, {}),
+    ([3, 70, 9, 2], [4, 17, 6], 24, {"aggregation": "logsumexp"}),
+    ([3, 5, 70], [4, 17, 60, 0], 33, {"focal": "equal", "normalization": "softmax"}),
+]
+
+
+@pytest.mark.parametrize("kernel", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize(("query_lengths", "context_lengths", "dim", "options"), ONE_LONG)
+def test_a_long_set_of_known_length_among_short_ones(
+    kernels: AttentionKernels,
+    query_lengths: list[int],
+    context_lengths: list[int],
+    dim: int,
+    options: dict[str, Any],
+    kernel: str,
+) -> None:
+    longest = max(query_lengths), max(context_lengths)
+    check_random_scores(kernels, query_lengths, context_lengths, dim, kernel, by_draws=True, longest=longest, **options)
+
+
+def test_tensor_cores_take_long_sets_of_known_length(kernels: AttentionKernels) -> None:
+    """They round rows to bfloat16 here; the ordinary units do not."""
+    queries, contexts = (
+        random_fragments([3, 5, 9], 24, torch.float32),
+        random_fragments([40, 300, 4], 24, torch.float32),
+    )
+    unknown, known, too_short = (
+        scores_of(kernels, queries, contexts, "float32_as_bf16", longest=longest)
+        for longest in ((0, 0), (9, 300), (9, 299))
+    )
+    exact = reference.cross_attention_scores(queries.to(torch.float64), contexts.to(torch.float64))
+    assert torch.equal(unknown[:, [0, 2]], known[:, [0, 2]])
+    assert torch.equal(too_short, known), "300 rows fit a slab of 304"
+    assert max_error(unknown[:, 1], exact[:, 1]) < 1e-6 < 1e-5 < max_error(known[:, 1], exact[:, 1]) < 1e-2
+
+
+@pytest.mark.parametrize("longest", [(1, 1), (70, 64), (64, 103), (0, 40), (-3, -(2**50)), (2**60, 2**60)])
+def test_wrong_lengths_change_the_path_and_no_score(kernels: AttentionKernels, longest: tuple[int, int]) -> None:
+    """Kernels compare the real lengths with the memory."""
+    check_random_scores(kernels, [3, 70, 9], [9, 101, 40], 24, by_draws=True, longest=longest)
+
+
+@pytest.mark.parametrize(
+    ("queries", "contexts", "longest", "slab"),
+    [
+        ((13, 128), (36, 128), (0, 0), [0, 0, 0]),
+        ((13, 128), (36, 128), (24, 36), [0, 0, 0]),
+        ((13, 128), (36, 128), (128, 112), [0, 0, 0]),
+        ((13, 128), (36, 128), (129, 1), [112, 136, 132]),
+        ((13, 128), (36, 128), (24, 300), [304, 128, 132]),
+        ((13, 128), (36, 128), (2**40, 2**40), [640, 512, 132]),
+        ((13, 128), (196, 128), (0, 0), [248, 128, 132]),
+        ((13, 128), (196, 128), (24, 196), [200, 128, 132]),
+        ((13, 128), (196, 128), (24, 36), [0, 0, 0]),
+        ((13, 128), (700, 1), (24, 700), [640, 128, 30]),
+        ((0, 0), (0, 0), (300, 300), [0, 0, 0]),
+        ((13, 512), (36, 5000), (24, 640), [360, 128, 132]),
+        ((13, 512), (196, 5000), (24, 640), [248, 128, 132]),
+        ((13, 512), (36, 50_000), (24, 640), [0, 0, 0]),
+    ],
+)
+def test_slabs_follow_known_lengths_and_the_memory(
+    kernels: AttentionKernels,
+    queries: tuple[int, int],  # average length and number of sets
+    contexts: tuple[int, int],
+    longest: tuple[int, int],
+    slab: list[int],
+) -> None:
+    """Gram matrices of all contexts, of as many columns as a slab has rows, take 256 MB at most for one long set."""
+    sizes = [part for average, n_sets in (queries, contexts) for part in (n_sets, average * n_sets)]
+    assert kernels.slab(*sizes, longest) == slab
 
 
 def test_long_contexts_that_cancel_form_their_attended_vectors(kernels: AttentionKernels) -> None:

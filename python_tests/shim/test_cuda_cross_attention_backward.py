@@ -323,6 +323,29 @@ def test_gram_matrices_have_room_for_sets_a_quarter_longer_than_the_average(kern
         assert abs(matrices - 6 * 64 * length * longest) < 1024, length
 
 
+def test_gram_matrices_have_room_for_the_longest_set_if_its_length_is_known(kernels: BackwardKernels) -> None:
+    """Beside short sets, the matrices of all contexts have 64 million numbers at most, and room for one of 640 rows."""
+    for n_sets, average, longest, columns in (
+        *((64, 36, 36, 112), (64, 36, 300, 304), (64, 36, 640, 640), (64, 36, 2**40, 640)),
+        *((64, 196, 196, 200), (64, 640, 640, 640), (64, 700, 700, 640), (5000, 40, 640, 320)),
+    ):
+        sizes = {"query_sets": 64, "query_rows": 64 * 512, "context_sets": n_sets, "dim": 16}
+        short, known = (
+            kernels.workspace_bytes(context_rows=n_sets * average, longest=(0, length), **sizes)
+            for length in (1, longest)
+        )
+        more = n_sets * average * (columns - 112) + (640**2 if longest > columns else 0)
+        assert abs(known - short - 6 * more) < 1024, (n_sets, average, longest)
+
+
+@pytest.mark.parametrize("longest", [1, 40, 200, 2**40, -5])
+def test_a_wrong_length_of_the_longest_set_changes_no_gradient(kernels: BackwardKernels, longest: int) -> None:
+    """If it is too short, the long set has no Gram matrix."""
+    queries, contexts = sets([3, 2], [5, 200, 9, 2])
+    found = check_gradients(kernels, queries, contexts, sparse_gradients(2, 4, 1.0, 0), longest=(1, longest))
+    assert found.longest_gram == (9 if longest in (1, 40) else 200)
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_few_long_sets_among_short_ones_have_gram_matrices(kernels: BackwardKernels, dtype: torch.dtype) -> None:
     """They share what short sets leave of the room, in their order."""

@@ -20,17 +20,20 @@ from python_tests.shim.shim_cases import outcomes
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS, LAUNCH = (
+PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS, LAUNCH, LENGTHS = (
     f"{KERNELS}{name}.h"
     for name in (
         *("tile_product", "cross_attention", "attention_pair", "long_pairs", "long_tiles", "set_tiles"),
-        *("tile_pairs", "set_gram", "set_products", "cross_attention_launch"),
+        *("tile_pairs", "set_gram", "set_products", "cross_attention_launch", "longest_sets"),
     )
 )
 
 
 def check(library: Path) -> None:
-    """Check short sets in several tiles, contexts that cancel, one long set, and long sets on tensor cores."""
+    """Check short sets in several tiles, contexts that cancel, one long set, and long sets on tensor cores.
+
+    The lengths of long sets are unknown, or known but too short.
+    """
     kernels = AttentionKernels(library)
     check_random_scores(kernels, [3, 30, 40], [6, 17, 40], 68, name="short sets")
     queries = random_fragments([3, 9], 24, seed=3)
@@ -39,6 +42,8 @@ def check(library: Path) -> None:
     check_random_scores(kernels, [70, 90], [60, 100], 24, name="long tiles", aggregation="sum")
     cancelling = Fragments(cancelling_contexts(1e-4).values[:2].repeat(30, 1), torch.tensor([0, 60]))
     check_scores(kernels, queries, cancelling, name="long contexts that cancel", temperature=0.0)
+    check_random_scores(kernels, [20], [60, 3, 100], 24, name="too short a length", longest=(20, 60))
+    assert kernels.slab(128, 128 * 13, 128, 128 * 36, (24, 300)) == [304, 128, 132], "known lengths: wrong slab"
 
 
 def test_the_kernels_as_they_are_pass() -> None:
@@ -169,6 +174,14 @@ FAULTS = {
     "no Gram matrices of long sets": (
         (LAUNCH, "p.gram_width = gram_width;", "p.gram_width = Tile::kRows;"),
         r"^long (sets|tiles|contexts that cancel): error",
+    ),
+    "known lengths have no effect": (
+        (LENGTHS, "allowed = longest > 0 ? longest :", "allowed = longest < 0 ? longest :"),
+        r"^known lengths: wrong slab",
+    ),
+    "sets that are longer than the slab are cut off": (
+        (LONG_TILES, "<= p.layout.rows &&", "<= 2 * p.layout.rows &&"),
+        r"^too short a length: error",
     ),
     "missing barrier before a long pair's next products": (
         (LONG, "barrier();  // Whatever was there has been read.", ""),

@@ -199,6 +199,52 @@ def test_rows_too_wide_for_32_bit_places_are_refused() -> None:
         OPERATORS.cross_attention_scores(rows, offsets, rows, offsets, *ATTENTION)
 
 
+@pytest.mark.parametrize("longest", [(0, 0), (3, 150), (1, 1), (2**62, -1)])
+def test_lengths_of_the_longest_sets(longest: tuple[int, int], launches: Callable[[], int]) -> None:
+    """Also if they are wrong. Tensor cores round float32 rows to bfloat16 here, the ordinary units do not."""
+    queries, contexts = random_fragments([3, 2], 8, torch.float32), random_fragments([4, 150, 5], 8, torch.float32, 1)
+    operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
+    check_as_on_the_cpu(OPERATORS.cross_attention_scores, *operands, *ATTENTION, *longest)
+    gradient = torch.ones(2, 3)
+    check_as_on_the_cpu(
+        OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, True, True, *longest
+    )
+    in_bf16 = (*operands, *ATTENTION[:-1], "bf16")
+    with on_the_shim():
+        before = launches()
+        unknown, known = (OPERATORS.cross_attention_scores(*in_bf16, *given) for given in ((), longest))
+        assert launches() - before == 4
+    assert torch.equal(unknown[:, [0, 2]], known[:, [0, 2]])
+    assert torch.equal(unknown[:, 1], known[:, 1]) == (longest != (3, 150))
+
+
+@pytest.mark.parametrize("longest", [(3, 150), (1, 1)])
+def test_the_regulators_take_long_sets_of_known_length_alone(longest: tuple[int, int]) -> None:
+    queries, contexts = random_fragments([3], 8, torch.float32), random_fragments([4, 150, 5], 8, torch.float32, 1)
+    operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
+    parameters = random_parameters("rcar2", 8, 6, torch.float32)
+    setting = (2, 1, 2, True, False, "sigmoid", False, "interleaved", True, False, "alignment")
+    rest = (*setting, 4.0, 0.1, "none", 0.0, None, "float32", *longest)
+    chain = [tensor for group in (*parameters.alignments, *parameters.correspondences) for tensor in group]
+    aligning = (1, True, 4.0, "clipped_l2norm", 0.1, "none", "float32", *longest)
+    gradients = torch.ones(1, 3), torch.ones(3, 3, 6)
+    for name, gradient, arguments in (
+        ("regulated_scores", gradients[0], (*operands, parameters.tensors(), *rest)),
+        ("cross_attention_alignments", gradients[1], (*operands, chain, *aligning)),
+    ):
+        forward, backward = (getattr(OPERATORS, operator) for operator in (name, f"{name}_backward"))
+        right = forward(*arguments), *backward(gradient, *arguments)[:3]
+        with on_the_shim():
+            found = forward(*arguments), *backward(gradient, *arguments)[:3]
+        if longest == (3, 150):
+            for own, other in zip(found, right, strict=True):
+                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+            continue
+        contexts_first = found[0] if name == "cross_attention_alignments" else found[0].t()
+        assert bool(contexts_first[1].isnan().all() and contexts_first[[0, 2]].isfinite().all())
+        assert all(bool(part.isnan().all()) for part in found[1:])
+
+
 def test_operands_that_are_not_dense_and_small_offsets() -> None:
     sides = [random_fragments([2, 5, 1], 16, torch.float32, seed=seed) for seed in (0, 1)]
     operands: list[torch.Tensor] = []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
 from itm_fast.ops.library import FallbackWarning, use_native
-from itm_fast.ops.regulators import CUDA_LONGEST, CUDA_STEPS, CUDA_TILE, beyond_kernels, cuda_rows
+from itm_fast.ops.regulators import CUDA_LONGEST, CUDA_STEPS, beyond_kernels
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_parameters
 from python_tests.helpers.shim import compiled_driver
@@ -154,6 +154,14 @@ def test_alignments_of_long_sets(kernels: RegulatorKernels, normalization: str) 
     check_alignments(kernels, *long_sets("both", "rcar2", 20, 12), name=normalization, **options)
 
 
+@pytest.mark.parametrize("side", ["queries", "contexts", "both"])
+def test_long_sets_of_known_length_among_short_ones(kernels: RegulatorKernels, side: str) -> None:
+    queries = random_fragments([3, 0, 9, 5, 12] if side == "contexts" else [3, 70, 9, 5, 12], 20)
+    contexts = random_fragments([4, 17, 5] if side == "queries" else [4, 100, 5], 20, seed=1)
+    run = {"longest": (queries.max_length, contexts.max_length)}
+    check_scores(kernels, queries, contexts, random_parameters("rcar2", 20, 12), run=run, dropout=0.4, seed=3)
+
+
 @pytest.mark.parametrize(("n_queries", "n_contexts"), [(9, 640), (512, 9)])
 def test_the_longest_sets(kernels: RegulatorKernels, n_queries: int, n_contexts: int) -> None:
     queries, contexts = random_fragments([n_queries], 12), random_fragments([n_contexts], 12, seed=1)
@@ -264,12 +272,17 @@ def test_zero_vectors_are_as_in_the_reference(kernels: RegulatorKernels) -> None
 
 
 @pytest.mark.parametrize("lengths", [(3, 33, 4), (40, 66, 34)])
-def test_longer_sets_than_the_kernel_takes_are_nan(kernels: RegulatorKernels, lengths: tuple[int, int, int]) -> None:
-    """Callers that check the limits never see these NaN; pairs of other sets do not change."""
+@pytest.mark.parametrize("longest", [(0, 0), (5, 1)])
+def test_longer_sets_than_the_kernel_takes_are_nan(
+    kernels: RegulatorKernels, lengths: tuple[int, int, int], longest: tuple[int, int]
+) -> None:
+    """Callers that know the lengths never see these NaN; pairs of other sets do not change."""
+    if longest == (5, 1):
+        lengths = (9, 33, 31)  # With a known length that is too short, a slab has the rows of a tile.
     queries, contexts = random_fragments(lengths, 9), random_fragments(lengths, 9, seed=1)
     for setting, aligns in (("rcar2", False), ("rcr1, mean", True)):
         parameters = random_parameters(setting, 9, 6)
-        found = result_of(kernels, queries, contexts, parameters, aligns=aligns)
+        found = result_of(kernels, queries, contexts, parameters, aligns=aligns, longest=longest)
         short = [part.index_select(torch.tensor([0, 2])) for part in (queries, contexts)]
         right = result_of(kernels, *short, parameters, aligns=aligns)
         if aligns:
@@ -310,22 +323,45 @@ def test_empty_sets_score_zero(kernels: RegulatorKernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_rows", "n_sets", "right"),
+    ("n_rows", "n_sets", "longest", "right"),
     [
-        (0, 0, [112, 128]),
-        (5, 0, [112, 128]),
-        (224, 2, [112, 128]),
-        (256, 2, [160, 128]),
-        (257, 2, [168, 168]),
-        (196 * 64, 64, [248, 248]),
-        (576, 1, [512, 640]),
+        (0, 0, 0, [112, 128]),
+        (0, 0, 300, [112, 128]),
+        (5, 0, 0, [112, 128]),
+        (224, 2, 0, [112, 128]),
+        (256, 2, 0, [160, 128]),
+        (257, 2, 0, [168, 168]),
+        (196 * 64, 64, 0, [248, 248]),
+        (196 * 64, 64, 196, [200, 200]),
+        (576, 1, 0, [512, 640]),
+        (36 * 64, 64, 112, [112, 128]),
+        (36 * 64, 64, 128, [128, 128]),
+        (36 * 64, 64, 300, [304, 304]),
+        (36 * 64, 64, 2**40, [512, 640]),
     ],
 )
-def test_the_limits_are_those_of_the_kernels(
-    kernels: RegulatorKernels, n_rows: int, n_sets: int, right: list[int]
+def test_the_rows_of_a_slab(
+    kernels: RegulatorKernels, n_rows: int, n_sets: int, longest: int, right: list[int]
 ) -> None:
-    found = [cuda_rows(n_rows, n_sets, *limits) for limits in zip(CUDA_TILE, CUDA_LONGEST, strict=True)]
-    assert kernels.limits(n_rows, n_sets) == [*found, CUDA_STEPS] == [*right, 8]
+    """Without the length of the longest set, a quarter more than the average."""
+    assert kernels.limits(n_rows, n_sets, longest) == [*right, 8]
+
+
+def test_the_limits_are_those_of_the_kernels(kernels: RegulatorKernels) -> None:
+    longest = max(CUDA_LONGEST)
+    assert kernels.limits(longest, 1, longest) == [*CUDA_LONGEST, CUDA_STEPS]
+
+
+def test_long_slabs_take_fewer_blocks(kernels: RegulatorKernels) -> None:
+    """The slabs take at most 520 MB, or that of one block."""
+    short, sizes = (13, 36), (128, 128 * 13, 128, 128 * 36, 1024)
+    weights = random_weights(np.random.default_rng(0), 8, 256, 2, 1, 2, scored=1)
+    taken = {longest: kernels.slabs(sizes, weights, longest, 132) for longest in (short, (300, 36), (512, 640))}
+    assert [blocks for blocks, _ in taken.values()] == [132, 132, 101]
+    assert 101 * taken[512, 640][1] <= 520e6 < 102 * taken[512, 640][1]
+    wide = random_weights(np.random.default_rng(0), 8, 65_536, 1, 0, 0)
+    assert kernels.slabs((1, 512, 1, 640, 8), wide, (512, 640), 132)[0] == 1
+    assert kernels.slabs(sizes, weights, short, 0)[0] == 1
 
 
 def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,18 +369,14 @@ def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     deep = deep.with_tensors(deep.tensors())
     deep.aggregations *= 9
     queries, contexts = random_fragments([112], 4), random_fragments([128], 4)
-    longer, wider = random_fragments([113, 111], 4), random_fragments([129, 127], 4)
+    longer, wider = random_fragments([512, 1, 1], 4), random_fragments([640, 1, 1], 4)
     longest, widest = random_fragments([513], 4), random_fragments([641], 4)
     assert beyond_kernels("cuda", queries, contexts, parameters) is None
-    assert beyond_kernels("cuda", random_fragments([512], 4), random_fragments([640], 4), parameters) is None
+    assert beyond_kernels("cuda", longer, wider, parameters) is None
     assert [beyond_kernels("cpu", longest, widest, steps) for steps in (parameters, deep)] == [None, None]
     start = "the CUDA kernels of the regulators support "
-    for sets in (longer, longest):
-        reason = start + "query sets of at most 112 rows, or 1.25 times the average up to 512 rows"
-        assert beyond_kernels("cuda", sets, contexts, parameters) == reason
-    for sets in (wider, widest):
-        reason = start + "context sets of at most 128 rows, or 1.25 times the average up to 640 rows"
-        assert beyond_kernels("cuda", queries, sets, parameters) == reason
+    assert beyond_kernels("cuda", longest, contexts, parameters) == start + "query sets of at most 512 rows"
+    assert beyond_kernels("cuda", queries, widest, parameters) == start + "context sets of at most 640 rows"
     assert beyond_kernels("cuda", queries, contexts, deep) == start + "at most 8 steps"
     empty = Fragments(torch.zeros(112, 0), queries.offsets)
     assert beyond_kernels("cuda", empty, contexts, parameters) == start + "rows of at least one component"

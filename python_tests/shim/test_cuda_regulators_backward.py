@@ -230,7 +230,7 @@ def test_numbers_that_are_not_finite_stay_in_their_pairs(kernels: RegulatorBackw
 
 
 def test_sets_with_a_gradient_that_exceed_the_kernel_make_everything_nan(kernels: RegulatorBackwardKernels) -> None:
-    """Callers that check the limits never see these NaN. A longer set without a gradient does no harm."""
+    """Callers that know the lengths never see these NaN. A longer set without a gradient does no harm."""
     for lengths_of in (([3, 33], [4]), ([3], [65, 2]), ([36, 90], [9]), ([3], [150, 70])):
         sides = tuple(random_fragments(of, 9, torch.float32) for of in lengths_of)
         parameters = random_parameters("rcar2", 9, 6, torch.float32)
@@ -240,6 +240,18 @@ def test_sets_with_a_gradient_that_exceed_the_kernel_make_everything_nan(kernels
         gradients[1:] = gradients[:, : len(lengths_of[1]) - 1] = 0.0
         found = gradients_of(kernels, (sides[0], sides[1]), parameters, gradients)
         assert all(bool(part.isfinite().all()) for part in found)
+
+
+@pytest.mark.parametrize("aligns", [False, True])
+def test_long_sets_of_known_length_among_short_ones(kernels: RegulatorBackwardKernels, aligns: bool) -> None:
+    sides = random_fragments([3, 70, 0, 9], 20), random_fragments([4, 100, 9], 20, seed=1)
+    parameters = random_parameters("rcar2", 20, 8)
+    gradients = sparse_gradients(sides, parameters, aligns=aligns)
+    check_gradients(kernels, sides, parameters, gradients, aligns=aligns, run={"longest": (70, 100)}, temperature=4.0)
+    queries, contexts, weights = single(*sides, parameters)
+    if not aligns:  # With a length that is too short, one such gradient makes all NaN.
+        found = gradients_of(kernels, (queries, contexts), weights, torch.ones(4, 3), longest=(70, 60))
+        assert all(bool(part.isnan().all()) for part in found)
 
 
 @pytest.mark.parametrize(

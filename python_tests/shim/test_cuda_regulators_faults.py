@@ -212,7 +212,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
 @pytest.mark.thorough
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault allocates one slab too few."""
-    root = planted(tmp_path / "faulty", LAUNCH, "slab.bytes * (sizes.blocks - 1)", "slab.bytes * (sizes.blocks - 2)")
+    root = planted(tmp_path / "faulty", LAUNCH, "slab.bytes * (blocks - 1)", "slab.bytes * (blocks - 2)")
     compile_driver("regulators", tmp_path, *SMALL, *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, "regulators")
     assert result.returncode != 0

@@ -23,6 +23,7 @@ struct Settings {
   int64_t shift;  // elements between a 16-byte boundary and the first row
   double temperature, negative_slope, logsumexp_temperature;
   int64_t normalization, focal, aggregation;
+  int64_t longest_query, longest_context;  // 0: unknown
 
   CrossAttentionOptions options() const {
     return {temperature,
@@ -71,11 +72,12 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
   p.options = PairOptions(s.options());
   p.is_aligned = rows_are_aligned(p.queries, p.contexts, p.dim);
   p.scores = found.memory;
-  LongProblem<S> of_long{p, {}, nullptr};
-  const bool is_long = has_long_sets<Tile>(p);
+  LongProblem<S> of_long{p, slab_layout<Tile>(p, {s.longest_query, s.longest_context}), nullptr};
+  const bool is_long = has_long_sets<Tile>(of_long.layout);
+  const int64_t slabs = long_blocks<Tile>(p, kSlabs);
   const auto place = [&](Workspace& workspace) {
     if (is_long) {
-      place_long<Tile>(of_long, kSlabs, workspace);
+      place_long<Tile>(of_long, slabs, workspace);
       p = of_long.scoring;
     } else {
       place_scores<Tile>(p, workspace);
@@ -90,7 +92,7 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
       shim::launch(preparing_blocks(p), Tile::kThreads, s.seed, [&] { prepare_scores<Tile>(p); }, SetTile::kBytes);
   if (problem.empty() && is_long) {
     problem = shim::launch(
-        kSlabs, Tile::kThreads, s.seed + 1, [&] { score_long_tiles<kParts, Tile>(of_long); }, kScoreBytes<Tile>);
+        slabs, Tile::kThreads, s.seed + 1, [&] { score_long_tiles<kParts, Tile>(of_long); }, kScoreBytes<Tile>);
   } else if (problem.empty()) {
     problem = shim::launch(
         scoring_blocks(p), Tile::kThreads, s.seed + 1, [&] { score_tile<kParts, Tile>(p, block_index()); },
@@ -125,6 +127,21 @@ ITM_FAST_SCORES(fp16, Half, 1)
 ITM_FAST_SCORES(float32_as_bf16x3, float, 2)
 ITM_FAST_SCORES(float32_as_bf16, float, 1)
 #endif
+
+// Writes the contexts and queries of a slab of the launcher and the number of slabs on 132 multiprocessors, or zeros.
+extern "C" const char* slab(const Settings* s, int64_t* found) {
+  ScoreProblem<float> p{};
+  p.queries.n_sets = s->query_sets;
+  p.queries.n_rows = s->query_rows;
+  p.contexts.n_sets = s->context_sets;
+  p.contexts.n_rows = s->context_rows;
+  const SlabLayout layout = slab_layout<ScoreTile112>(p, {s->longest_query, s->longest_context});
+  const bool is_long = has_long_sets<ScoreTile112>(layout);
+  found[0] = is_long ? layout.rows : 0;
+  found[1] = is_long ? layout.columns : 0;
+  found[2] = is_long ? long_blocks<ScoreTile112>(p, 132) : 0;
+  return "";
+}
 
 // Writes the first set of each tile; `counts`: the number of tiles and its upper bound.
 extern "C" const char* plan(int64_t seed, int64_t n_sets, const int64_t* offsets, int64_t max_rows, int64_t* first_sets,

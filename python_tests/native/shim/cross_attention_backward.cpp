@@ -17,6 +17,7 @@ struct Settings {
   int64_t for_queries, for_contexts, room;
   double dense_share, temperature, negative_slope, logsumexp_temperature;
   int64_t normalization, focal, aggregation;
+  int64_t longest_query, longest_context;  // 0: unknown
 
   CrossAttentionOptions options() const {
     return {temperature,
@@ -27,9 +28,16 @@ struct Settings {
             static_cast<Aggregation>(aggregation)};
   }
   BackwardSizes sizes() const {
-    return {query_sets,        query_rows, context_sets,
-            context_rows,      dim,        for_queries != 0,
-            for_contexts != 0, room,       static_cast<float>(dense_share)};
+    return {query_sets,
+            query_rows,
+            context_sets,
+            context_rows,
+            dim,
+            for_queries != 0,
+            for_contexts != 0,
+            {longest_query, longest_context},
+            room,
+            static_cast<float>(dense_share)};
   }
 };
 

@@ -21,9 +21,9 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
   (s.aligns != 0 ? p.alignments : p.scores) = found.memory;
   Weights given(weights);
   const int64_t widest = place_weights(s, hidden, given, p);
-  const RegulationSizes sizes{s.width, widest, regulating_blocks<Tile>(p, s.blocks)};
+  const RegulationSizes sizes{s.width, widest, s.longest(), regulating_blocks<Tile>(p, s.blocks)};
   Workspace measured;
-  place_regulation<Tile>(p, sizes, measured);
+  const int64_t blocks = place_regulation<Tile>(p, sizes, measured);
   // NaN in every floating type, so that reads of uninitialised memory show.
   Exact<unsigned char> memory(nullptr, 0);
   memory.memory = new unsigned char[measured.bytes()];
@@ -39,7 +39,7 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
     ++counts[0];
   };
   launch(preparing_blocks(p), SetTile::kBytes, [](const auto& p) { prepare_regulation<Tile>(p); });
-  launch(sizes.blocks, kRegulationBytes<Tile>, [](const auto& p) { regulate_tiles<kParts, Tile>(p); });
+  launch(blocks, kRegulationBytes<Tile>, [](const auto& p) { regulate_tiles<kParts, Tile>(p); });
   std::copy_n(found.memory, size, result);
   return problem;
 }
@@ -64,11 +64,27 @@ ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile)
 ITM_FAST_REGULATED(bf16x3, float, 2, SmallRegulationTile)
 #endif
 
-// Writes the maximum query rows, contexts and steps that the launchers support, for `n_rows` rows in `n_sets` sets.
-extern "C" const char* limits(int64_t n_rows, int64_t n_sets, int64_t* found) {
+// Writes the number of blocks of the second launch, at most `s->blocks`, and the bytes of the slab of each.
+extern "C" const char* slabs(const Settings* s, int64_t hidden, int64_t* found) {
+  RegulationProblem<float> p{};
+  p.queries.n_sets = s->query_sets;
+  p.queries.n_rows = s->query_rows;
+  p.contexts.n_sets = s->context_sets;
+  p.contexts.n_rows = s->context_rows;
+  p.dim = s->dim;
+  p.options.n_correspondences = s->correspondences;
+  Workspace measured;
+  found[0] = place_regulation<RegulationTile112>(p, {s->width, hidden, s->longest(), s->blocks}, measured);
+  found[1] = p.slab.bytes;
+  return "";
+}
+
+// Writes the maximum query rows, contexts and steps that the launchers support, for `n_rows` rows in `n_sets` sets, of
+// which the longest has `longest` rows, or 0: unknown.
+extern "C" const char* limits(int64_t n_rows, int64_t n_sets, int64_t longest, int64_t* found) {
   const SetRows<float> sets{nullptr, nullptr, true, n_sets, n_rows};
-  found[0] = slab_rows(sets, RegulationTile112::kRows, kMostQueries);
-  found[1] = slab_rows(sets, RegulationTile112::kColumns, kMostContexts);
+  found[0] = slab_rows(sets, longest, RegulationTile112::kRows, kMostQueries);
+  found[1] = slab_rows(sets, longest, RegulationTile112::kColumns, kMostContexts);
   found[2] = kMostSteps;
   return "";
 }

@@ -25,7 +25,9 @@ struct Settings {
   int64_t normalization, focal;
   double dropout;
   int64_t dropout_seed;
+  int64_t longest_query, longest_context;  // 0: unknown
 
+  LongestSets longest() const { return {longest_query, longest_context}; }
   RegulatorOptions options() const {
     RegulatorOptions options{};
     options.attention = {

@@ -22,7 +22,7 @@ std::string run(const Settings& s, const float* gradients, const float* queries,
   operands.place(s, p.forward);
   p.forward.options.scored = s.scored != 0 && s.aligns == 0;
   Weights given(weights);
-  const RegulationSizes sizes{s.width, place_weights(s, hidden, given, p.forward), 0};
+  const RegulationSizes sizes{s.width, place_weights(s, hidden, given, p.forward), s.longest(), 0};
   p.gradients = incoming.memory;
   p.aligns = s.aligns != 0;
   p.query_gradients = of_queries.memory;

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "itm_fast/cuda/cross_attention_backward.h"
+#include "itm_fast/cuda/longest_sets.h"
 #include "itm_fast/cuda/workspace.h"
 
 namespace itm_fast::cuda {
@@ -13,8 +14,9 @@ namespace itm_fast::cuda {
 // Numbers kept at a time, 4 bytes each: those of three pairs for each of 1,024 images of 36 regions with captions of 13
 // words take two times 28 MB.
 inline constexpr int64_t kRoomForNumbers = 7'000'000;
-// Context sets up to a quarter longer than the average, but at least the first number, have a Gram matrix. Longer ones,
-// up to the second, have one if there is room: for one of them, and for more in a batch of short sets.
+// Context sets up to the longest one, or without knowing it up to a quarter longer than the average, but at least the
+// first number, have a Gram matrix. Longer ones, up to the second, have one if there is room: for one of them, and for
+// more in a batch of short sets.
 inline constexpr int64_t kLeastGram = 112, kMostGram = 640;
 // Blocks of backpropagate_pairs, each with kAttendedQueries float32 vectors: two per multiprocessor on every GPU so
 // far.
@@ -27,6 +29,7 @@ inline constexpr float kDenseShare = 0.65f;
 struct BackwardSizes {
   int64_t query_sets, query_rows, context_sets, context_rows, dim;
   bool for_queries, for_contexts;
+  LongestSets longest;
   int64_t room = kRoomForNumbers;
   float dense_share = kDenseShare;
 
@@ -38,12 +41,14 @@ struct BackwardSizes {
            4 * pairs();
   }
   int64_t gram_contexts() const {
-    const int64_t average = context_sets == 0 ? 0 : (context_rows + context_sets - 1) / context_sets;
-    return padded_parts(std::clamp(average + average / 4, kLeastGram, kMostGram));
+    const int64_t by_average = std::clamp(longest_by_average(context_sets, context_rows), kLeastGram, kMostGram);
+    const int64_t most = longest_with_gram(longest.contexts, context_rows, by_average);
+    return padded_parts(std::clamp(most, kLeastGram, kMostGram));
   }
   int64_t gram_room() const {
-    const int64_t longest = std::min(context_rows, kMostGram);
-    return context_rows * gram_contexts() + longest * padded_parts(longest);
+    const bool all_have_one = longest.contexts > 0 && longest.contexts <= gram_contexts();
+    const int64_t long_one = all_have_one ? 0 : std::min(context_rows, kMostGram);
+    return context_rows * gram_contexts() + long_one * padded_parts(long_one);
   }
   // Whether there may be several chunks, or a pair that takes more than half of the room. Gradients then need float32
   // sums.
@@ -51,7 +56,8 @@ struct BackwardSizes {
 
   // Whether sets are short enough for the tiles of blocks.
   bool may_take_blocks() const {
-    return context_rows <= context_sets * BlockTile::kRows && query_rows <= query_sets * BlockTile::kColumns;
+    return fit_tile(longest.contexts, context_sets, context_rows, BlockTile::kRows) &&
+           fit_tile(longest.queries, query_sets, query_rows, BlockTile::kColumns);
   }
 
   int64_t list_blocks() const {

@@ -2,7 +2,10 @@
 // tests.
 #pragma once
 
+#include <algorithm>
+
 #include "itm_fast/cuda/long_tiles.h"
+#include "itm_fast/cuda/longest_sets.h"
 #include "itm_fast/cuda/workspace.h"
 
 namespace itm_fast::cuda {
@@ -43,27 +46,30 @@ int64_t scoring_blocks(const ScoreProblem<S>& p) {
   return p.context_tiles.capacity * p.query_tiles.capacity;
 }
 
-// The rows of a slab: `tile`, unless the average set is longer. Only the device knows the longest set, so this allows
-// for a quarter more.
-template <typename S>
-int64_t slab_rows(const SetRows<S>& sets, int64_t tile, int64_t most) {
-  if (sets.n_sets == 0 || sets.n_rows <= sets.n_sets * tile) return tile;
-  const int64_t average = (sets.n_rows + sets.n_sets - 1) / sets.n_sets, allowed = average + average / 4;
-  return gram_stride(static_cast<int>(allowed < most ? allowed : most));
-}
-
-// Whether most sets of one side are longer than a tile. The scores then take score_long_tiles.
+// The slab of a block of score_long_tiles.
 template <typename Tile, typename S>
-bool has_long_sets(const ScoreProblem<S>& p) {
-  return slab_rows(p.contexts, Tile::kRows, kMostContexts) > Tile::kRows ||
-         slab_rows(p.queries, Tile::kColumns, kMostQueries) > Tile::kColumns;
+SlabLayout slab_layout(const ScoreProblem<S>& p, const LongestSets& longest) {
+  const auto context_rows = [&](int64_t known) { return slab_rows(p.contexts, known, Tile::kRows, kMostContexts); };
+  return {context_rows(longest_with_gram(longest.contexts, p.contexts.n_rows, context_rows(0))),
+          slab_rows(p.queries, longest.queries, Tile::kColumns, kMostQueries)};
 }
 
-// Lays out the workspace of score_long_tiles for `blocks` blocks.
+// Whether a side may have sets that are longer than a tile. The scores then take score_long_tiles.
+template <typename Tile>
+bool has_long_sets(const SlabLayout& layout) {
+  return layout.rows > Tile::kRows || layout.columns > Tile::kColumns;
+}
+
+// The blocks of score_long_tiles: as many as there may be pairs of tiles, at most `at_most`.
+template <typename Tile, typename S>
+int64_t long_blocks(const ScoreProblem<S>& p, int64_t at_most) {
+  const int64_t context_tiles = most_tiles(p.contexts.n_sets, p.contexts.n_rows, Tile::kRows);
+  return std::min(context_tiles * most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kColumns), at_most);
+}
+
+// Lays out the workspace of score_long_tiles for `blocks` blocks with slabs of p.layout.
 template <typename Tile, typename S>
 void place_long(LongProblem<S>& p, int64_t blocks, Workspace& workspace) {
-  p.layout = {slab_rows(p.scoring.contexts, Tile::kRows, kMostContexts),
-              slab_rows(p.scoring.queries, Tile::kColumns, kMostQueries)};
   place_scores<Tile>(p.scoring, workspace, p.layout.rows);
   p.slabs = workspace.take<float>(blocks * p.layout.size());
 }

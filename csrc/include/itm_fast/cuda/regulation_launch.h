@@ -2,6 +2,8 @@
 // and the tests.
 #pragma once
 
+#include <algorithm>
+
 #include "itm_fast/cuda/cross_attention_launch.h"
 #include "itm_fast/cuda/regulation.h"
 
@@ -20,15 +22,19 @@ constexpr int64_t kRegulationBytes = RegulationMemory<Tile>::kBytes;
 // The sizes that determine a call's workspace.
 struct RegulationSizes {
   int64_t width, hidden;
-  int64_t blocks;  // of the second launch, each with a slab
+  LongestSets longest;
+  int64_t blocks;  // of the second launch, at most
 };
+
+// Bytes of the slabs of all blocks, unless that of one block is larger.
+inline constexpr int64_t kRoomForSlabs = 520'000'000;
 
 // Lays out the operands of products. The layers are already set, except `packed`. The backward uses no Gram matrices.
 template <typename Tile, typename S>
 void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   const int64_t stride = operand_stride(p.dim);
-  p.rows = static_cast<int32_t>(slab_rows(p.queries, Tile::kRows, kMostQueries));
-  p.columns = static_cast<int32_t>(slab_rows(p.contexts, Tile::kColumns, kMostContexts));
+  p.rows = static_cast<int32_t>(slab_rows(p.queries, sizes.longest.queries, Tile::kRows, kMostQueries));
+  p.columns = static_cast<int32_t>(slab_rows(p.contexts, sizes.longest.contexts, Tile::kColumns, kMostContexts));
   place_plan(p.query_tiles, most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kRows), workspace);
   p.query_operand = workspace.take<S>(p.queries.n_rows * stride);
   p.context_operand = workspace.take<S>(p.contexts.n_rows * stride);
@@ -40,9 +46,10 @@ void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Works
   p.hidden = sizes.hidden;
 }
 
-// Lays out p's workspace, apart from inputs, options and results. The workspace need not be zero.
+// Lays out p's workspace, apart from inputs, options and results. It need not be zero. Returns the number of blocks of
+// the second launch, each with a slab.
 template <typename Tile, typename S>
-void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
+int64_t place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   place_operands<Tile>(p, sizes, workspace);
   p.gram_width = p.options.normalize_attended ? Tile::kColumns : 0;
   p.grams = workspace.take<float>(p.contexts.n_rows * p.gram_width);
@@ -61,7 +68,9 @@ void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Wor
   slab.guidance_operand = workspace.take<S>(kTileSets * width);
   slab.guide = workspace.take<float>(kTileSets * width);
   slab.bytes = workspace.bytes() - before;
-  workspace.take<unsigned char>(slab.bytes * (sizes.blocks - 1));
+  const int64_t blocks = std::clamp<int64_t>(kRoomForSlabs / slab.bytes, 1, std::max<int64_t>(sizes.blocks, 1));
+  workspace.take<unsigned char>(slab.bytes * (blocks - 1));
+  return blocks;
 }
 
 template <typename S>
