@@ -25,9 +25,17 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 template <int kDirections, typename S, typename Problem>
 using Matching = std::conditional_t<kDirections == 2, MatchingOfBoth<S, Problem>, MatchingProblem<S, Problem>>;
 
+// Shared memory holds two blocks of the loss and the scores from compute capability 9.0 on; otherwise a bound would only
+// cost registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int matching_blocks_together(int) { return 1; }
+#else
+constexpr int matching_blocks_together(int parts) { return blocks_together(parts); }
+#endif
+
 // See matching_loss for the grid.
 template <typename Problem, typename S, int kParts, typename Tile, int kDirections>
-__global__ void __launch_bounds__(Tile::kThreads, blocks_together(kParts))
+__global__ void __launch_bounds__(Tile::kThreads, matching_blocks_together(kParts))
     matching_loss_kernel(const __grid_constant__ Matching<kDirections, S, Problem> parameters) {
   matching_loss<kParts, Tile>(parameters);
 }
