@@ -48,8 +48,8 @@ class Spill:
 
 
 _TWO_BLOCKS = (
-    "On sm_90 the launch bound for two blocks per multiprocessor leaves 128 registers, and score_tile alone uses all of "
-    "them. Elsewhere one block fits, without a bound."
+    "On sm_90 the launch bound for two blocks per multiprocessor leaves 128 registers, and score_tile alone uses them "
+    "all. Elsewhere one block fits, without a bound."
 )
 # Kernels that may spill, by the prefix of their names, with their counts as limits.
 MAY_SPILL: dict[str, Spill] = {

@@ -65,7 +65,7 @@ REASONS = (
         'Bound by issue slots on an A100 and an H200. Only float32 rows with precision "medium" take this loop; 16-bit '
         "rows, as under autocast, take one with 32 to 36 other instructions. Two blocks per multiprocessor leave no "
         "registers for a loop without decisions. One block of `score_tile` and `score_maxsim` fits on sm_86 and sm_89, "
-        "and one of `matching_loss` below sm_90: there `matching_loss` has no bound on registers, while the bound of the "
+        "and one of `matching_loss` below sm_90: there `matching_loss` has no bound on registers, and the bound of the "
         "others costs no spills.",
     ),
     Reason(
