@@ -223,7 +223,7 @@ def test_the_regulators_take_long_sets_of_known_length_alone(longest: tuple[int,
     queries, contexts = random_fragments([3], 8, torch.float32), random_fragments([4, 150, 5], 8, torch.float32, 1)
     operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
     parameters = random_parameters("rcar2", 8, 6, torch.float32)
-    setting = (2, 1, 2, True, False, "sigmoid", False, "interleaved", True, False, "alignment")
+    setting = (2, 1, 2, True, False, "sigmoid", False, True, True, "interleaved", True, False, "alignment")
     rest = (*setting, 4.0, 0.1, "none", 0.0, None, "float32", *longest)
     chain = [tensor for group in (*parameters.alignments, *parameters.correspondences) for tensor in group]
     aligning = (1, True, 4.0, "clipped_l2norm", 0.1, "none", "float32", *longest)
