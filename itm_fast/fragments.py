@@ -32,7 +32,7 @@ class Fragments:
             `values[offsets[i]:offsets[i + 1]]`. Offsets start at 0, never decrease and end at `N`.
         check: check the values of `offsets` if they are on the CPU. Shapes, dtypes and devices are always checked.
         max_length: length of the longest set, if the caller knows it; otherwise computed on first use. Operators on
-            CUDA use it to allocate memory.
+            CUDA use it to allocate memory. If it is too small, the regulators return NaN for longer sets there.
 
     Raises:
         TypeError: `values` is not a floating point tensor or `offsets` is not an int32 or int64 tensor.
@@ -64,9 +64,13 @@ class Fragments:
         Synchronizes with a GPU.
         """
         _check_offsets(self.offsets, self.values.shape[0])
-        longest = int(self.lengths.max()) if len(self) else 0
-        if self._max_length is not None and longest > self._max_length:
-            raise ValueError(f"max_length: expected the length of the longest set, {longest}, got {self._max_length}")
+        if self._max_length is None or len(self) == 0:
+            return
+        longest = int(self.lengths.max())
+        if longest > self._max_length:
+            raise ValueError(
+                f"max_length: expected at least {longest}, the length of the longest set, got {self._max_length}"
+            )
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor | None = None, *, mask: Tensor | None = None) -> Fragments:
@@ -132,7 +136,13 @@ class Fragments:
                 raise TypeError(f"fragments[{index}]: expected Fragments, got {_describe(part)}")
             _check_like_first("fragments", index, part.values, fragments[0].values)
         lengths = torch.cat([part.lengths for part in fragments])
-        return cls(torch.cat([part.values for part in fragments]), _offsets_of(lengths), check=False)
+        are_known = all(part.knows_max_length for part in fragments)
+        return cls(
+            torch.cat([part.values for part in fragments]),
+            _offsets_of(lengths),
+            check=False,
+            max_length=max(part.max_length for part in fragments) if are_known else None,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write values and offsets to a safetensors file, atomically. Dtypes are kept."""

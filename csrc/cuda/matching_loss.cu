@@ -25,9 +25,9 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 template <int kDirections, typename S, typename Problem>
 using Matching = std::conditional_t<kDirections == 2, MatchingOfBoth<S, Problem>, MatchingProblem<S, Problem>>;
 
-// Shared memory holds two blocks of the loss and the scores from compute capability 9.0 on; otherwise a bound would only
-// cost registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+// Shared memory holds two blocks of the loss and the scores on compute capabilities 9.x to 11.x; elsewhere a bound
+// would only cost registers.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 constexpr int matching_blocks_together(int) { return 1; }
 #else
 constexpr int matching_blocks_together(int parts) { return blocks_together(parts); }

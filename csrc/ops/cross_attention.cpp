@@ -88,7 +88,7 @@ void check_score_gradient(const Tensor& grad_scores, const Tensor& query_offsets
 // `precision` is the requested one, resolved in Python. The third result of the backward is the number of recomputed
 // pairs, int64, one element. A gradient that `for_queries` or `for_contexts` does not request has no rows.
 // `longest_query`, `longest_context`: the lengths of the longest sets, for the workspace on CUDA; 0: unknown. If they
-// are wrong, only speed and memory change.
+// are wrong, only speed, memory and rounding change.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "cross_attention_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "

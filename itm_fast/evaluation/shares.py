@@ -73,5 +73,5 @@ def _part(sets: Fragments | Tensor, first: int, last: int) -> Fragments | Tensor
     if isinstance(sets, Tensor):
         return sets[first:last]
     offsets = sets.offsets[first : last + 1]
-    start, end = int(offsets[0]), int(offsets[-1])
-    return Fragments(sets.values[start:end], offsets - offsets[0], check=False)
+    start, end, longest = int(offsets[0]), int(offsets[-1]), int(offsets.diff().max())
+    return Fragments(sets.values[start:end], offsets - offsets[0], check=False, max_length=longest)

@@ -75,9 +75,9 @@ def cross_attention_scores(
     in float32 (float64 for float64 inputs); if all pairs are recomputed, in the precision of the scores. A row of
     zeros, such as padding, receives no gradient. On CUDA, a batch with a pair of
     more than about 500,000 raw scores runs in plain PyTorch if a gradient is wanted; if `max_length` is unknown, the
-    gradients of these two sets are NaN instead. `max_length` also makes long sets among short ones fast: sets of
-    more than 112 contexts or 128 queries use tensor cores only if `max_length` is known, or if the sets are that long
-    on average.
+    gradients of these two sets are NaN instead. Pass `max_length` if a few sets are long: those
+    of more than 112 contexts or 128 queries then use tensor cores. Without it they do so only if the average set is
+    that long.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.

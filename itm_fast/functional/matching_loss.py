@@ -55,8 +55,8 @@ def matching_loss(
 
     One call on a CPU, or two launches on CUDA, computes scores, mining, loss and the gradient of the scores. This
     applies to reductions "sum" and "mean" if a gradient is needed. On CUDA it applies to at most 8192 pairs, and to
-    sets of at most 128 queries and 112 contexts (112 of both with "sum" and "mean"), on average if `max_length` is
-    unknown. Otherwise, and under `torch.compile`, the function makes the separate calls itself.
+    sets of at most 128 queries and 112 contexts (112 of both with "sum" and "mean"). If `max_length` is unknown, the
+    average set counts. Otherwise, and under `torch.compile`, the function makes the separate calls itself.
 
     Args:
         queries: `(N, d)` rows in B sets; float32, float64, bfloat16 or float16.

@@ -99,7 +99,8 @@ def regulated_scores(
     3. RCR: `e_j = clamp(tanh(W2 tanh(W1 a_j + b1) + b2) + e_j, -1, 1)` and
        `lambda_j = relu(w4 tanh(W3 a_j + b3) + b4 + lambda_j)` for the next attention;
     4. RAR: `w_j = softmax_j(v^T(drop(tanh(A g + alpha)) * drop(tanh(B a_j + beta))) + c)` and
-       `g = l2norm(sum_j w_j a_j)`, with `g = mean_j a_j` initially;
+       `g = l2norm(sum_j w_j a_j)`, with `g = mean_j a_j` initially, and without the norm if
+       `normalize_guidance` is False;
     5. the score `sigmoid(u^T g + u0)`, or without RAR the mean cosine of the queries with what they attend to last.
 
     `parameters` determines which steps run, how many, and in what order. Steps share no weights.

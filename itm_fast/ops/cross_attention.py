@@ -20,8 +20,8 @@ FOCAL_MODES = (None, "equal", "prob", "hard")
 AGGREGATIONS = ("mean", "sum", "max", "logsumexp")
 # Half of the room for the numbers of pairs in the backward on CUDA, as in its launcher.
 CUDA_MOST_NUMBERS = 3_500_000
-# Under torch.compile, lengths of the longest sets are rounded up to one of these. The first two are the rows of tiles.
-CUDA_LENGTHS = (112, 128, 256, 384, 512, 640)
+# Under torch.compile, lengths of the longest sets are rounded up to one of these. The first four are the rows of tiles.
+CUDA_LENGTHS = (64, 80, 112, 128, 256, 384, 512, 640)
 
 
 def check_fragments(queries: Fragments, contexts: Fragments) -> None:

@@ -217,12 +217,7 @@ def _joined(parts: Sequence[Fragments | Tensor]) -> Fragments | Tensor:
         return parts[0]
     if isinstance(parts[0], Tensor):
         return torch.cat([values_of(part) for part in parts])
-    sets = [part for part in parts if isinstance(part, Fragments)]
-    whole = Fragments.cat(sets)
-    if not all(part.knows_max_length for part in sets):
-        return whole
-    longest = max(part.max_length for part in sets)
-    return Fragments(whole.values, whole.offsets, check=False, max_length=longest)
+    return Fragments.cat(part for part in parts if isinstance(part, Fragments))
 
 
 def _add(

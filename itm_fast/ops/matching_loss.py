@@ -75,6 +75,7 @@ def matching_loss(
         return _in_separate_calls(queries, contexts, attention, anchor_scores, positives, scorings, options)
     refuse_transforms("matching_loss", queries.values, contexts.values)
     of_attention = tuple(_options_of(one) for one in scorings), compute_precision(queries.values)
+    longest = _attention.longest_set(queries), _attention.longest_set(contexts)
     if anchor_scores is None:
         options["margin"], options["epsilon"] = _triplet.check_options(**options)
     else:
@@ -86,7 +87,7 @@ def matching_loss(
     options["mining"] = _triplet.kernel_mining(options["mining"])
     operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
     loss_and_scores: tuple[Tensor, Tensor] = _MatchingLoss.apply(
-        *operands, anchor_scores, positives, attention, of_attention, options
+        *operands, anchor_scores, positives, attention, of_attention, longest, options
     )
     return loss_and_scores
 
@@ -169,6 +170,7 @@ class _MatchingLoss(torch.autograd.Function):
         positives: Tensor | None,
         attention: str,
         of_attention: tuple[Any, ...],
+        longest: tuple[int, int],  # of the queries and of the contexts
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         operands = (queries, query_offsets, contexts, context_offsets)
@@ -180,7 +182,7 @@ class _MatchingLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.one_pass, ctx.gradients = True, [gradient]
         ctx.save_for_backward(*operands, scores, anchor_scores, positives, negatives)
-        ctx.attention, ctx.of_attention, ctx.options = attention, of_attention, options
+        ctx.attention, ctx.of_attention, ctx.longest, ctx.options = attention, of_attention, longest, options
         return loss, scores
 
     @staticmethod
@@ -191,9 +193,9 @@ class _MatchingLoss(torch.autograd.Function):
             gradient = _gradient_of_loss(ctx, grad_loss)
             gradient = gradient if grad_scores is None else gradient + grad_scores
         if gradient is None:
-            return (None,) * 9
+            return (None,) * 10
         grad_queries, grad_contexts = _gradients_of_sides(ctx, gradient)
-        return grad_queries, None, grad_contexts, *(None,) * 6
+        return grad_queries, None, grad_contexts, *(None,) * 7
 
 
 def _gradients_of_sides(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -205,9 +207,10 @@ def _gradients_of_sides(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tens
     if ctx.attention == "mean":
         gradient = gradient / 2
     own = gradient if ctx.attention == "i2t" else gradient.t()
-    found = backward(own, *queries, *contexts, *scorings[0], precision, of_queries, of_contexts)[:2]
+    found = backward(own, *queries, *contexts, *scorings[0], precision, of_queries, of_contexts, *ctx.longest)[:2]
     if ctx.attention in OF_BOTH:
-        others = backward(gradient, *contexts, *queries, *scorings[1], precision, of_contexts, of_queries)[:2]
+        turned = of_contexts, of_queries, *reversed(ctx.longest)
+        others = backward(gradient, *contexts, *queries, *scorings[1], precision, *turned)[:2]
         wanted = zip((of_queries, of_contexts), found, reversed(others), strict=True)
         found = tuple(one + other if is_wanted else None for is_wanted, one, other in wanted)
     return found[0] if of_queries else None, found[1] if of_contexts else None

@@ -52,6 +52,11 @@ def test_list_and_cat() -> None:
     assert fragments.lengths.tolist() == [2, 0, 4]
     both = Fragments.cat([fragments, fragments])
     assert both.offsets.tolist() == [0, 2, 2, 6, 8, 8, 12]
+    assert not both.knows_max_length
+    known = [Fragments(part.values, part.offsets, max_length=n) for part, n in ((fragments, 4), (both, 5))]
+    joined = Fragments.cat(known)
+    assert joined.knows_max_length
+    assert joined.max_length == 5
     assert torch.equal(both[5], parts[2])
     assert torch.equal(both[-1], parts[2])
     with pytest.raises(IndexError, match="set 6 of 6"):

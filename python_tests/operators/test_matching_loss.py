@@ -214,6 +214,17 @@ def test_one_call_where_a_gradient_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     assert used(words, regions) == ["matching_loss"]
 
 
+def test_known_lengths_reach_the_backward_on_a_gpu() -> None:
+    words, regions = sides()
+    with stand_in(), native_calls() as calls:
+        on_cuda = [
+            Fragments(side.values, side.offsets, max_length=n).to("cuda") for side, n in ((words, 7), (regions, 8))
+        ]
+        F_itm.matching_loss(*on_cuda, attention="mean")[0].backward()
+    lengths = [arguments[-2:] for name, (arguments, _) in calls if name == "cross_attention_scores_backward"]
+    assert lengths == [(7, 8), (8, 7)]
+
+
 def test_long_sets_on_a_gpu_are_scored_separately() -> None:
     class OnGpu:
         device = torch.device("cuda")

@@ -14,9 +14,9 @@ namespace itm_fast::cuda {
 // Numbers kept at a time, 4 bytes each: those of three pairs for each of 1,024 images of 36 regions with captions of 13
 // words take two times 28 MB.
 inline constexpr int64_t kRoomForNumbers = 7'000'000;
-// Context sets up to the longest one, or without knowing it up to a quarter longer than the average, but at least the
-// first number, have a Gram matrix. Longer ones, up to the second, have one if there is room: for one of them, and for
-// more in a batch of short sets.
+// Context sets have a Gram matrix up to the length of the longest one; if that is unknown, up to a quarter longer than
+// the average. In each case those up to the first number have one. Longer ones, up to the second number, have one if
+// there is room: for one of them, and for more in a batch of short sets.
 inline constexpr int64_t kLeastGram = 112, kMostGram = 640;
 // Blocks of backpropagate_pairs, each with kAttendedQueries float32 vectors: two per multiprocessor on every GPU so
 // far.

@@ -11,7 +11,7 @@
 
 namespace itm_fast::cuda {
 
-// Numbers of the Gram matrices of all context sets, if the longest set needs more than a set of average length.
+// The most numbers of all Gram matrices together if a long set of known length widens them.
 inline constexpr int64_t kRoomForGrams = 64'000'000;
 
 // Lengths of the longest sets, as the caller says; 0: unknown.
