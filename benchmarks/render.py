@@ -38,9 +38,10 @@ from benchmarks import (
     search_pooling,
 )
 from benchmarks.cpu_table import markdown, summary
+from benchmarks.experiments.files import Experiment
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import verdicts_of_papers
+from benchmarks.experiments.verdicts import in_short, verdicts_of_papers
 from benchmarks.findings import FINDINGS, selhn_gradients
 from benchmarks.performance import tables
 
@@ -108,12 +109,18 @@ def rival_packages() -> str:
 
 def claims() -> str:
     """Render the verdicts on the claims of the five papers."""
-    papers = {}
-    for paper, name in PAPERS.items():
-        results = RESULTS / "experiments" / f"{name}-claims"
-        experiment = read(ROOT / "benchmarks" / "experiments" / f"{name}-claims.yaml")
-        papers[paper] = (f"{name}.md", with_winners(experiment, results), results)
-    return verdicts_of_papers(papers)
+    return verdicts_of_papers({paper: (f"{name}.md", *claimed(name)) for paper, name in PAPERS.items()})
+
+
+def claimed(name: str) -> tuple[Experiment, Path]:
+    """Return the experiment on a paper's claims, and the folder of its results."""
+    results = RESULTS / "experiments" / f"{name}-claims"
+    return with_winners(read(ROOT / "benchmarks" / "experiments" / f"{name}-claims.yaml"), results), results
+
+
+def verdict(name: str) -> Callable[[], str]:
+    """Return the renderer of the verdicts on a paper's claims in short."""
+    return lambda: in_short(*claimed(name))
 
 
 def scaled() -> str:
@@ -163,10 +170,12 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     PERFORMANCE / "predictions.md": {"cost model": gpus},
     PERFORMANCE / "results" / "claims.md": {"claims": claims},
+    **{PERFORMANCE / "results" / f"{name}.md": {"verdict": verdict(name)} for name in ("rcar", "dbl", "addr")},
     PERFORMANCE / "results" / "fdf.md": {
-        "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}")
+        "verdict": verdict("fdf"),
+        "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}"),
     },
-    PERFORMANCE / "results" / "selhn.md": {"gradients": selhn_gradients},
+    PERFORMANCE / "results" / "selhn.md": {"verdict": verdict("selhn"), "gradients": selhn_gradients},
     PERFORMANCE / "results" / "vision.md": {
         "laps_encoders": measured(
             "laps_encoders", laps_steps.markdown, "python -m benchmarks.laps --encoders --json {}"

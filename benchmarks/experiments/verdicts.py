@@ -1,6 +1,6 @@
 """What the results of an experiment say of its claims: differences paired by seed, with intervals.
 
-Inside: `verdicts`, `verdicts_of_papers`, `interval`.
+Inside: `verdicts`, `verdicts_of_papers`, `in_short`, `interval`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.experiments.files import MEASURES, Claim, Experiment
 from benchmarks.experiments.results import result_of
 
-__all__ = ["interval", "verdicts", "verdicts_of_papers"]
+__all__ = ["in_short", "interval", "verdicts", "verdicts_of_papers"]
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -52,6 +52,15 @@ def verdicts_of_papers(papers: Mapping[str, tuple[str, Experiment, Path]]) -> st
             cells = [f"[{paper}]({page})", claim.text, MEASURES[claim.of], *_verdict(experiment, claim, results)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def in_short(experiment: Experiment, results: Path) -> str:
+    """Return the claims by their verdicts, in bold words."""
+    found: dict[str, list[str]] = {"holds": [], "fails": [], "open": []}
+    for claim in experiment.claims:
+        found[_verdict(experiment, claim, results)[-1].strip("*")].append(claim.text)
+    titles = {"holds": "Holds", "fails": "Fails", "open": "Open"}
+    return " ".join(f"**{titles[verdict]}**: {'; '.join(texts)}." for verdict, texts in found.items() if texts) + "\n"
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from benchmarks.experiments import __main__ as tool
-from benchmarks.experiments.verdicts import interval
+from benchmarks.experiments.reading import read
+from benchmarks.experiments.results import with_winners
+from benchmarks.experiments.verdicts import in_short, interval, verdicts_of_papers
 from itm_fast.files import atomic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +110,10 @@ def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pyt
     assert f"| absurd | {' | '.join(['diverged'] * 7)} |" in table
     assert "| absurd rates help | absurd minus VSE | sum of recalls | 0 | diverged |  | open |" in table
     assert "| two absurd ones |  |  | not run |" in table
+    experiment_and_results = with_winners(read(experiment), tmp_path / "results"), tmp_path / "results"
+    assert in_short(*experiment_and_results) == "**Open**: absurd rates help.\n"
+    row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open |"
+    assert row in verdicts_of_papers({"Paper": ("page.md", *experiment_and_results)}).splitlines()
 
 
 def test_intervals_of_paired_differences() -> None:
