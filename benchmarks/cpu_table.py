@@ -106,8 +106,8 @@ def summary(results: Mapping[str, Any]) -> str:
     return (
         f"{table(rows)}\n\n{environment['processor']}, {environment['threads']} threads, "
         f"torch {environment['torch']}; medians. Scores differ from float64 by at most {error:.1e}; the hardest "
-        f"negatives {others}. Over packed PyTorch (no padding; eager or under `torch.compile`, whichever is faster) the "
-        f"speedup of SCAN's rows is {low:.1f}x to {high:.1f}x, and {least:.1f}x for a step with all negatives.\n"
+        f"negatives {others}. Over packed PyTorch (no padding; eager or under `torch.compile`, whichever is faster) "
+        f"the speedup of SCAN's rows is {low:.1f}x to {high:.1f}x, and {least:.1f}x for a step with all negatives.\n"
     )
 
 
