@@ -1,6 +1,6 @@
 """Train the runs of an experiment one after the other, and write tables and figures of the results.
 
-    python -m benchmarks.experiments run     benchmarks/experiments/rcar.yaml
+    python -m benchmarks.experiments run     benchmarks/experiments/rcar-claims.yaml
     python -m benchmarks.experiments figures benchmarks/experiments/selhn.yaml
     python -m benchmarks.experiments table   FILE --page docs/performance/results/rcar.md [--check]
 
