@@ -20,7 +20,7 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 # Lists that have not been run: they have no page and no results.
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
-COMPLETE = ["addr", "dbl", "dbl-imitation", "fdf", "selhn", "selhn-models", "vision"]
+COMPLETE = ["addr", "dbl", "dbl-imitation", "fdf", "rcar-claims", "selhn", "selhn-models", "vision"]
 # Rows that state a different budget.
 OTHER_BUDGETS = {"dbl": {"Baseline, twice the epochs"}}
 
