@@ -1,6 +1,7 @@
 """The backward of scores in blocks, for gradients of all pairs, in the cost model: operations, bytes and counted loops.
 
-Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `listed_seconds`, `of_tiles`, `step`, `step_cost`.
+Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `gram_seconds`, `listed_seconds`, `of_tiles`, `step`,
+`step_cost`.
 Images have 36 regions.
 """
 
@@ -31,6 +32,7 @@ __all__ = [
     "backward",
     "backward_cost",
     "chunks",
+    "gram_seconds",
     "listed_seconds",
     "of_tiles",
     "step",
@@ -45,6 +47,9 @@ DEPTH = 32  # of a step of a product
 # Products with Gram matrices and the terms of M, which are on the ordinary units.
 ORDINARY_PRODUCTS = ("block Gram rows", "block squares")
 WIDTH = math.ceil(REGIONS / 8) * 8  # of a row of a Gram matrix
+BLOCK = 4  # rows and columns of the terms of M that a thread sums
+# Terms of M of an image: those on the diagonal of its blocks and right of it.
+TERMS = math.ceil(REGIONS / BLOCK) * (math.ceil(REGIONS / BLOCK) + 1) // 2 * BLOCK**2
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,12 @@ def chunks(context_tiles: int, query_tiles: int, room: int = ROOM) -> Chunks:
 def backward_cost(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Return the cost of the backward of a loss over all negatives.
 
-    As `costs.backward`, for all pairs. Products of `K K n` numbers are on the ordinary units here.
+    As `costs.backward`, for all pairs. Two products are on the ordinary units here: `K K n` multiply-adds with a Gram
+    matrix, and about half as many for M, which is symmetric.
     """
     pairs, rows = batch**2, batch * (REGIONS + words)
     products = 2 * (pairs * 5 * REGIONS * words * dim + 3 * batch * REGIONS**2 * dim)
-    other = pairs * words * (2 * SOFTMAX_OPERATIONS * REGIONS + 2 * 2 * REGIONS**2)
+    other = pairs * words * (2 * SOFTMAX_OPERATIONS * REGIONS + 2 * (REGIONS**2 + TERMS))
     return Cost(products, other, 2 * element * rows * dim + 4 * batch**2, launches=3)
 
 
@@ -101,7 +107,7 @@ def backward(batch: int, dim: int = DIM) -> Work:
         "block Gram rows": raw * WIDTH / 8,
         "block cosines": raw,
         "block weights": raw,
-        "block squares": raw * REGIONS,
+        "block squares": raw * TERMS / REGIONS,
     }
     # For each product: rows in groups of 16, times the depth in steps, in parts.
     sides = ((contexts, queries), (queries, contexts))
@@ -125,6 +131,19 @@ def of_tiles(batch: int, device: str, loops: Sequence[str] | None = None) -> dic
     tiles = backward(batch).counted[1]
     kept = {name: units for name, units in tiles.work.items() if loops is None or name in loops}
     return {unit: tiles.times * busy for unit, busy in times(replace(tiles, work=kept), device).items()}
+
+
+def gram_seconds(batch: int, device: str) -> tuple[float, float]:
+    """Return how long products of the tiles with Gram matrices take: issue slots now, and tensor cores instead.
+
+    Tensor cores would need six products of bfloat16 parts, because attended vectors may cancel. The instructions that
+    split the operands are not counted.
+    """
+    tiles = backward(batch).counted[1]
+    groups = math.ceil(REGIONS / 16)
+    hmma = tiles.blocks * (ROWS // REGIONS) * groups**2 * (COLUMNS // 8) * 6
+    on_tensor_cores = times(replace(tiles, work={"block product": hmma}), device)["tensor cores"]
+    return of_tiles(batch, device, ORDINARY_PRODUCTS[:1])["issue slots"], tiles.times * on_tensor_cores
 
 
 def listed_seconds(batch: int, device: str) -> float:

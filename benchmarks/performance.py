@@ -199,8 +199,10 @@ def _all_negatives() -> str:
     blocks = dense_costs.backward(128)
     lists = {name: seconds(dense_costs.listed_seconds(128, name)) for name in DEVICES}
     times = [f"{seconds(predict(blocks, name).seconds)} instead of {lists[name]} on {name}" for name in DEVICES]
-    shares = []
+    shares, alternatives = [], []
     for name in DEVICES:
+        issued, on_tensor_cores = (seconds(time) for time in dense_costs.gram_seconds(128, name))
+        alternatives.append(f"{on_tensor_cores} instead of {issued} on {name}")
         busy, part = (dense_costs.of_tiles(128, name, loops) for loops in (None, dense_costs.ORDINARY_PRODUCTS))
         bound = max(busy, key=lambda unit: busy[unit])
         shares.append(
@@ -212,7 +214,9 @@ def _all_negatives() -> str:
         "instead of lists of pairs. Neither counts the softmax over the regions and its gradient. Blocks count the "
         "quadratic form, the cosines, W and M, too; lists count only products of rows. In a "
         "tile of blocks, products with Gram matrices and the sums of M are on the ordinary units. Of the time of all "
-        f"issued instructions they take {'; '.join(shares)}."
+        f"issued instructions they take {'; '.join(shares)}. On tensor cores, products with Gram matrices "
+        f"would take {', '.join(alternatives)}, without the instructions that split float32 into bfloat16 parts. Tiles "
+        "would not be faster, because shared memory or the tensor cores are the busiest."
     )
 
 

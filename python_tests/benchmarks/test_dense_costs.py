@@ -37,15 +37,26 @@ def test_the_longest_tasks_of_a_launch_come_first() -> None:
 
 
 def test_products_on_the_ordinary_units_are_a_part_of_the_tiles() -> None:
-    """A pair has `K K n` multiply-adds with its Gram matrix, in rows of 40, and as many for M."""
+    """A pair has `K K n` multiply-adds with its Gram matrix, in rows of 40, and for M 45 of 81 blocks of 4 x 4."""
     tiles, pairs = dense_costs.backward(128).counted[1], 128 * sum(kernels.caption_lengths(128).tolist())
     assert set(dense_costs.ORDINARY_PRODUCTS) < set(tiles.work)
     multiply_adds = [kernels.LANES * tiles.times * tiles.work[name] for name in dense_costs.ORDINARY_PRODUCTS]
-    assert multiply_adds == pytest.approx([pairs * 36 * 40 / 8, pairs * 36 * 36])  # eight at a time; one
+    assert multiply_adds == pytest.approx([pairs * 36 * 40 / 8, pairs * 45 * 16])  # eight at a time; one
     whole, part = (dense_costs.of_tiles(128, "A100", loops) for loops in (None, dense_costs.ORDINARY_PRODUCTS))
     assert whole == {unit: tiles.times * busy for unit, busy in kernels.times(tiles, "A100").items()}
     assert 0 < part["issue slots"] < whole["issue slots"]
     assert part["tensor cores"] == 0
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_products_with_gram_matrices_on_tensor_cores(device: str) -> None:
+    """A tile has two images and 64 words: 2 x 48 x 48 x 64 multiply-adds, six times."""
+    issued, on_tensor_cores = dense_costs.gram_seconds(128, device)
+    tiles, gpu = dense_costs.backward(128).counted[1], kernels.GPUS[device]
+    operations = 2 * 6 * 2 * 48 * 48 * 64 * tiles.times * tiles.blocks * kernels.unevenness(tiles, gpu.cores)
+    rate = gpu.tensor_operations * gpu.mma_share * gpu.cores * kernels.clock(device)
+    assert on_tensor_cores == pytest.approx(operations / rate)
+    assert issued == dense_costs.of_tiles(128, device, ["block Gram rows"])["issue slots"]
 
 
 @pytest.mark.parametrize("device", GPUS)

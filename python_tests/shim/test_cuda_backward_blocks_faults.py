@@ -39,6 +39,10 @@ FAULTS = {
         (GRADIENTS, "p.context_sums[at] + sum,", "p.context_sums[at] + 0.0f * sum,"),
         ERROR,
     ),
+    "terms of M are stored on one side of the diagonal only": (
+        (SCORES, "if (first_l > first_k) store(first_l + e, first_k + i, sums[i][e]);", ""),
+        ERROR,
+    ),
     "the sums of earlier chunks are dropped": (
         (GRADIENTS, "product.is_first ? sum : found + sum;", "sum;"),
         ERROR,

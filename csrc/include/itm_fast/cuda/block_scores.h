@@ -269,7 +269,8 @@ class BlockScores {
     }
   }
 
-  // The tile's terms of M, a thread per 4 x 4 of them, and of the factors of its queries.
+  // The tile's terms of M and of the factors of its queries. M is symmetric: a thread sums 4 x 4 terms on the diagonal
+  // or to its right.
   ITM_FAST_DEVICE void store_sums() const {
     constexpr int kSide = 4;
     ITM_FAST_DYNAMIC_SHARED(float, attention, Memory::kAttention, Memory::kMatrix);
@@ -289,9 +290,11 @@ class BlockScores {
     float* terms = chunk_.squares_of(1 + query_tile_);
     const auto sides = [](int n) { return (n + kSide - 1) / kSide; };
     each_part(
-        1, [&](int n) { return sides(n) * sides(n); },
+        1, [&](int n) { return sides(n) * (sides(n) + 1) / 2; },
         [&](int set, int row, int n, int part, int) {
-          const int first_k = part / sides(n) * kSide, first_l = part % sides(n) * kSide;
+          int above = 0;  // rows of 4 x 4 terms above the thread's, which begin on the diagonal
+          while (part >= sides(n) - above) part -= sides(n) - above++;
+          const int first_k = above * kSide, first_l = (above + part) * kSide;
           int left[kSide], right[kSide];  // past the end, the last row again
           for (int i = 0; i < kSide; ++i) {
             left[i] = (row + (first_k + i < n ? first_k + i : n - 1)) * kStride;
@@ -307,9 +310,13 @@ class BlockScores {
               for (int e = 0; e < kSide; ++e) sums[i][e] += k * l[e];
             }
           }
+          const auto store = [&](int k, int l, float term) {
+            terms[int64_t{first_row_ + row + k} * chunk_.width + l] = term;
+          };
           for (int i = 0; i < kSide && first_k + i < n; ++i) {
             for (int e = 0; e < kSide && first_l + e < n; ++e) {
-              terms[int64_t{first_row_ + row + first_k + i} * chunk_.width + first_l + e] = sums[i][e];
+              store(first_k + i, first_l + e, sums[i][e]);
+              if (first_l > first_k) store(first_l + e, first_k + i, sums[i][e]);
             }
           }
         });
