@@ -1,6 +1,6 @@
 """The backward of scores in blocks, for gradients of all pairs, in the cost model: operations, bytes and counted loops.
 
-Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `gram_seconds`, `listed_seconds`, `of_tiles`, `step`,
+Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `listed_seconds`, `on_tensor_cores`, `tile_seconds`, `step`,
 `step_cost`.
 Images have 36 regions.
 """
@@ -8,7 +8,6 @@ Images have 36 regions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks import costs
@@ -32,11 +31,11 @@ __all__ = [
     "backward",
     "backward_cost",
     "chunks",
-    "gram_seconds",
     "listed_seconds",
-    "of_tiles",
+    "on_tensor_cores",
     "step",
     "step_cost",
+    "tile_seconds",
 ]
 
 KERNEL = "backpropagate_pairs<BFloat16>"
@@ -44,8 +43,6 @@ KERNEL = "backpropagate_pairs<BFloat16>"
 # numbers in the workspace (block_plan.h, part_steps.h, cross_attention_backward_launch.h).
 ROWS, COLUMNS, PARTS, SIDE, ROOM = 80, 64, 2, 128, 7_000_000
 DEPTH = 32  # of a step of a product
-# Products with Gram matrices and the terms of M, which are on the ordinary units.
-ORDINARY_PRODUCTS = ("block Gram rows", "block squares")
 WIDTH = math.ceil(REGIONS / 8) * 8  # of a row of a Gram matrix
 BLOCK = 4  # rows and columns of the terms of M that a thread sums
 # Terms of M of an image: those on the diagonal of its blocks and right of it.
@@ -89,26 +86,15 @@ def backward_cost(batch: int, dim: int = DIM, words: float = WORDS, element: int
 
 
 def backward(batch: int, dim: int = DIM) -> Work:
-    """The backward of a loss over all negatives. Steps between barriers of the grid count as launches of their own.
+    """The backward of a loss over all negatives. Steps between barriers count as launches of their own.
 
-    The softmax over the regions and its gradient are not counted, as in `kernels.listed_pairs`.
+    A multiprocessor has one block, so the steps of a tile do not overlap. The softmax over the regions and its gradient
+    are not counted, as in `kernels.listed_pairs`.
     """
     lengths = caption_lengths(batch).tolist()
-    context_tiles, query_tiles = costs.tiles([REGIONS] * batch, ROWS), costs.tiles(lengths, COLUMNS)
-    found = chunks(context_tiles, query_tiles)
+    found = chunks(*_tiles(batch))
     count = found.across * found.down
     contexts, queries = batch * REGIONS / found.across, sum(lengths) / found.down  # rows of a chunk
-    pairs = math.ceil(context_tiles * query_tiles / count)
-    raw = contexts * queries / LANES
-    tile = {
-        # Of five groups of 16 rows, a warp takes three at most, of eight groups of 8 columns two; two steps of 16.
-        "block product": pairs * slices(dim) * TILE_WARPS * 3 * 2 * 2,
-        "block statistics": 2 * raw,
-        "block Gram rows": raw * WIDTH / 8,
-        "block cosines": raw,
-        "block weights": raw,
-        "block squares": raw * TERMS / REGIONS,
-    }
     # For each product: rows in groups of 16, times the depth in steps, in parts.
     sides = ((contexts, queries), (queries, contexts))
     hmma = sum(
@@ -119,31 +105,54 @@ def backward(batch: int, dim: int = DIM) -> Work:
     squares = 48 * WIDTH * batch * dim / LANES
     launches = (
         Launch(KERNEL, {"raw scores": batch * 48**2 * dim / LANES}, batch),
-        Launch(KERNEL, tile, pairs, count),
+        *_tile_steps(batch, dim),
         Launch(KERNEL, {"block sums": hmma}, 0, count, tuple(sorted(tasks, key=lambda task: -task[1]))),
         Launch(KERNEL, {"contexts": squares}, batch * math.ceil(dim / 256)),
     )
     return Work(backward_cost(batch, dim), launches)
 
 
-def of_tiles(batch: int, device: str, loops: Sequence[str] | None = None) -> dict[str, float]:
-    """Return the seconds that the tiles of `backward` keep each unit busy; with `loops`, these loops of them only."""
-    tiles = backward(batch).counted[1]
-    kept = {name: units for name, units in tiles.work.items() if loops is None or name in loops}
-    return {unit: tiles.times * busy for unit, busy in times(replace(tiles, work=kept), device).items()}
+def _tiles(batch: int) -> tuple[int, int]:
+    return costs.tiles([REGIONS] * batch, ROWS), costs.tiles(caption_lengths(batch).tolist(), COLUMNS)
 
 
-def gram_seconds(batch: int, device: str) -> tuple[float, float]:
-    """Return how long products of the tiles with Gram matrices take: issue slots now, and tensor cores instead.
+def _tile_steps(batch: int, dim: int = DIM) -> tuple[Launch, ...]:
+    """The steps of the tiles of a chunk, for all chunks."""
+    of_sides = _tiles(batch)
+    found = chunks(*of_sides)
+    count = found.across * found.down
+    tiles = math.ceil(math.prod(of_sides) / count)
+    raw = batch * REGIONS * sum(caption_lengths(batch).tolist()) / count / LANES
+    work = {
+        # Of five groups of 16 rows, a warp takes three at most, of eight groups of 8 columns two; two steps of 16.
+        "block product": tiles * slices(dim) * TILE_WARPS * 3 * 2 * 2,
+        "block statistics": 2 * raw,
+        "block Gram rows": raw * WIDTH / 8,
+        "block cosines": raw,
+        "block weights": raw,
+        "block squares": raw * TERMS / REGIONS,
+    }
+    return tuple(Launch(KERNEL, {loop: units}, tiles, count) for loop, units in work.items())
 
-    Tensor cores would need six products of bfloat16 parts, because attended vectors may cancel. The instructions that
-    split the operands are not counted.
+
+def tile_seconds(batch: int, device: str) -> dict[str, float]:
+    """Return the seconds of each step of the tiles: those of its busiest unit."""
+    return {loop: step.times * max(times(step, device).values()) for step in _tile_steps(batch) for loop in step.work}
+
+
+def on_tensor_cores(batch: int, device: str) -> dict[str, float]:
+    """Return the seconds that tensor cores would take for the two products which now are on the ordinary units.
+
+    Both operands in two bfloat16 parts, three products. The instructions that split float32 are not counted.
     """
-    tiles = backward(batch).counted[1]
-    groups = math.ceil(REGIONS / 16)
-    hmma = tiles.blocks * (ROWS // REGIONS) * groups**2 * (COLUMNS // 8) * 6
-    on_tensor_cores = times(replace(tiles, work={"block product": hmma}), device)["tensor cores"]
-    return of_tiles(batch, device, ORDINARY_PRODUCTS[:1])["issue slots"], tiles.times * on_tensor_cores
+    product = _tile_steps(batch)[0]
+    rows, columns = math.ceil(REGIONS / 16), math.ceil(REGIONS / 8)
+    # M is symmetric: its pieces of 16 x 8 on the diagonal or to its right.
+    pieces = sum(columns - 2 * row for row in range(rows))
+    hmma = {"block Gram rows": rows * rows * COLUMNS // 8, "block squares": pieces * COLUMNS // 16}
+    images = product.blocks * (ROWS // REGIONS)
+    alone = {loop: replace(product, work={"block product": 3 * images * count}) for loop, count in hmma.items()}
+    return {loop: product.times * times(launch, device)["tensor cores"] for loop, launch in alone.items()}
 
 
 def listed_seconds(batch: int, device: str) -> float:

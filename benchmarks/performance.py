@@ -195,28 +195,24 @@ def _consequences() -> str:
 
 
 def _all_negatives() -> str:
-    """Compare blocks of scores with lists of pairs."""
+    """Compare blocks of scores with lists of pairs, and the ordinary units with tensor cores."""
     blocks = dense_costs.backward(128)
-    lists = {name: seconds(dense_costs.listed_seconds(128, name)) for name in DEVICES}
-    times = [f"{seconds(predict(blocks, name).seconds)} instead of {lists[name]} on {name}" for name in DEVICES]
-    shares, alternatives = [], []
+    totals, products, shares = [], [], []
     for name in DEVICES:
-        issued, on_tensor_cores = (seconds(time) for time in dense_costs.gram_seconds(128, name))
-        alternatives.append(f"{on_tensor_cores} instead of {issued} on {name}")
-        busy, part = (dense_costs.of_tiles(128, name, loops) for loops in (None, dense_costs.ORDINARY_PRODUCTS))
-        bound = max(busy, key=lambda unit: busy[unit])
-        shares.append(
-            f"{seconds(part['issue slots'])} of {seconds(busy['issue slots'])} on {name}, where the tiles take "
-            f"{seconds(busy[bound])} ({bound})"
-        )
+        total, steps = predict(blocks, name).seconds, dense_costs.tile_seconds(128, name)
+        others = sum(steps.values()) - steps["block product"]
+        totals.append(f"{seconds(total)} on {name}")
+        listed = seconds(dense_costs.listed_seconds(128, name))
+        products.append(f"{seconds(total - others)} instead of {listed} on {name}")
+        then = dense_costs.on_tensor_cores(128, name)
+        gain = sum(max(steps[loop] - after, 0.0) for loop, after in then.items())
+        shares.append(f"{100 * gain / total:.0f} % on {name}")
     return (
-        f"- The backward over all negatives at B = 128 is predicted to take {', '.join(times)}, in blocks of scores "
-        "instead of lists of pairs. Neither counts the softmax over the regions and its gradient. Blocks count the "
-        "quadratic form, the cosines, W and M, too; lists count only products of rows. In a "
-        "tile of blocks, products with Gram matrices and the sums of M are on the ordinary units. Of the time of all "
-        f"issued instructions they take {'; '.join(shares)}. On tensor cores, products with Gram matrices "
-        f"would take {', '.join(alternatives)}, without the instructions that split float32 into bfloat16 parts. Tiles "
-        "would not be faster, because shared memory or the tensor cores are the busiest."
+        f"- The backward over all negatives at B = 128 is predicted to take {', '.join(totals)}, in blocks of scores. "
+        "The softmax over the regions and its gradient are not counted. Of lists of pairs only products of rows are "
+        f"counted. With these alone, blocks take {', '.join(products)}.\n"
+        "- In blocks, products with Gram matrices and the terms of M are on the ordinary units. In two bfloat16 parts "
+        f"on tensor cores they would save at most {', '.join(shares)} of the backward, less the time to split float32."
     )
 
 

@@ -15,6 +15,8 @@ _SPLIT = (
     "Splitting floats: 11 instructions per pair for three parts (three conversions, four shifts, four subtractions)"
 )
 
+_WAITS = "The kernel waits for the L2 cache and the tensor cores ([Predictions](../performance/predictions.md))."
+
 
 @dataclass(frozen=True)
 class Reason:
@@ -164,12 +166,18 @@ REASONS = (
         "Below 91: not bound by issue slots.",
     ),
     Reason(
-        ("backpropagate_pairs<",),
-        (32, 36, 96, 144),
-        "Raw scores (32, or 96 of float32): decisions that skip rows and columns of sets, and splitting of float32. "
-        "Sums (36 and 144): additions of slices, loads of operands, splitting of float32.",
-        "Below 91 in every loop. The kernel waits for the L2 cache and the tensor cores "
-        "([Predictions](../performance/predictions.md)).",
+        ("backpropagate_pairs<BFloat16>", "backpropagate_pairs<Half>"),
+        (32, 36),
+        "Raw scores (32): decisions that skip rows and columns of sets. Sums (36): additions of slices, loads of "
+        "operands.",
+        f"Below 91. {_WAITS}",
+    ),
+    Reason(
+        ("backpropagate_pairs<float>",),
+        (96, 144),
+        "Raw scores (96): decisions that skip rows and columns of sets, splitting of float32. Sums (144): additions of "
+        "slices, loads of operands, splitting of float32.",
+        f"Below 91. {_WAITS}",
     ),
 )
 

@@ -21,7 +21,7 @@ def test_chunks_fit_the_room_and_hold_all_tiles() -> None:
 
 
 def test_the_products_are_at_least_those_of_all_pairs() -> None:
-    prepared, tiles, sums, _ = dense_costs.backward(128).counted
+    prepared, tiles, *_, sums, _ = dense_costs.backward(128).counted
     pairs = 128 * sum(kernels.caption_lengths(128).tolist()) * 36 * 1024
     hmma = kernels.HMMA_OPERATIONS / 2
     assert pairs < tiles.times * tiles.work["block product"] * hmma < 1.6 * pairs
@@ -36,31 +36,38 @@ def test_the_longest_tasks_of_a_launch_come_first() -> None:
     assert kernels.unevenness(launch, 9) == pytest.approx(3)
 
 
-def test_products_on_the_ordinary_units_are_a_part_of_the_tiles() -> None:
+def test_products_on_the_ordinary_units() -> None:
     """A pair has `K K n` multiply-adds with its Gram matrix, in rows of 40, and for M 45 of 81 blocks of 4 x 4."""
-    tiles, pairs = dense_costs.backward(128).counted[1], 128 * sum(kernels.caption_lengths(128).tolist())
-    assert set(dense_costs.ORDINARY_PRODUCTS) < set(tiles.work)
-    multiply_adds = [kernels.LANES * tiles.times * tiles.work[name] for name in dense_costs.ORDINARY_PRODUCTS]
-    assert multiply_adds == pytest.approx([pairs * 36 * 40 / 8, pairs * 45 * 16])  # eight at a time; one
-    whole, part = (dense_costs.of_tiles(128, "A100", loops) for loops in (None, dense_costs.ORDINARY_PRODUCTS))
-    assert whole == {unit: tiles.times * busy for unit, busy in kernels.times(tiles, "A100").items()}
-    assert 0 < part["issue slots"] < whole["issue slots"]
-    assert part["tensor cores"] == 0
+    pairs = 128 * sum(kernels.caption_lengths(128).tolist())
+    work = {loop: kernels.LANES * step.times * units for step in dense_costs.backward(128).counted
+            for loop, units in step.work.items()}  # fmt: skip
+    assert work["block Gram rows"] == pytest.approx(pairs * 36 * 40 / 8)  # eight at a time
+    assert work["block squares"] == pytest.approx(pairs * 45 * 16)
 
 
 @pytest.mark.parametrize("device", GPUS)
-def test_products_with_gram_matrices_on_tensor_cores(device: str) -> None:
-    """A tile has two images and 64 words: 2 x 48 x 48 x 64 multiply-adds, six times."""
-    issued, on_tensor_cores = dense_costs.gram_seconds(128, device)
+def test_the_steps_of_a_tile_follow_one_another(device: str) -> None:
+    steps = dense_costs.tile_seconds(128, device)
+    launches = [step for step in dense_costs.backward(128).counted if set(step.work) <= set(steps)]
+    assert len(launches) == len(steps) == 6
+    assert sum(steps.values()) == pytest.approx(sum(s.times * max(kernels.times(s, device).values()) for s in launches))
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_tensor_cores_in_place_of_the_ordinary_units(device: str) -> None:
+    """A tile has two images, 64 words and three products: 48 x 48 x 64 with G, and 9 pieces of 16 x 8 of M."""
+    found = dense_costs.on_tensor_cores(128, device)
     tiles, gpu = dense_costs.backward(128).counted[1], kernels.GPUS[device]
-    operations = 2 * 6 * 2 * 48 * 48 * 64 * tiles.times * tiles.blocks * kernels.unevenness(tiles, gpu.cores)
     rate = gpu.tensor_operations * gpu.mma_share * gpu.cores * kernels.clock(device)
-    assert on_tensor_cores == pytest.approx(operations / rate)
-    assert issued == dense_costs.of_tiles(128, device, ["block Gram rows"])["issue slots"]
+    of_tiles = 2 * 2 * 3 * tiles.times * tiles.blocks * kernels.unevenness(tiles, gpu.cores) / rate
+    assert found["block Gram rows"] == pytest.approx(48 * 48 * 64 * of_tiles)
+    assert found["block squares"] == pytest.approx(9 * 16 * 8 * 64 * of_tiles)
 
 
 @pytest.mark.parametrize("device", GPUS)
-def test_blocks_are_faster_than_lists_and_slower_than_their_floors(device: str) -> None:
-    blocks = dense_costs.backward(128)
-    assert max(costs.floors(blocks.cost, costs.DEVICES[device])) < predict(blocks, device).seconds
-    assert predict(blocks, device).seconds < dense_costs.listed_seconds(128, device)
+def test_blocks_are_slower_than_their_floors_and_their_products_faster_than_lists(device: str) -> None:
+    """Of lists, products of rows are counted only."""
+    blocks, steps = dense_costs.backward(128), dense_costs.tile_seconds(128, device)
+    total = predict(blocks, device).seconds
+    assert max(costs.floors(blocks.cost, costs.DEVICES[device])) < total
+    assert total - sum(steps.values()) + steps["block product"] < dense_costs.listed_seconds(128, device)
