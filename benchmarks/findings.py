@@ -1,17 +1,15 @@
-"""Findings of the experiments on the bundled data, as sentences with figures from the committed results.
+"""Findings of experiments on the bundled data, as sentences with figures from the committed results.
 
-`FINDINGS` maps a method to the function that renders its findings; benchmarks.render writes them into docs/methods.
+Inside: `selhn`, `selhn_gradients`, `addr`, `fdf`. `benchmarks.render` writes them into the docs.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from benchmarks.experiments.verdicts import interval
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "experiments"
@@ -52,33 +50,6 @@ def listed(values: Sequence[float], sign: str = "", digits: int = 1) -> str:
     """Join the values as "1.0, 2.0 and 3.0"."""
     texts = [f"{value:{sign}.{digits}f}" for value in values]
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
-
-
-def rcar() -> str:
-    rows = {"RCR": "scan-rcr", "RAR": "scan-rar", "RCAR": "scan-rcar"}
-    seeds = [seed for seed in range(10) if all(_is_there("rcar-claims", row, seed) for row in ("scan", *rows.values()))]
-    alone = rsums("rcar-claims", "scan", seeds)
-    sums = {name: rsums("rcar-claims", row, seeds) for name, row in rows.items()}
-    means = ", ".join(f"{statistics.mean(values):.1f} with {name}" for name, values in sums.items())
-    gains = []
-    for name, values in sums.items():
-        differences = [one - other for one, other in zip(values, alone, strict=True)]
-        low, high = interval(differences)
-        gains.append(f"{name} {statistics.mean(differences):+.1f} ({low:+.1f} to {high:+.1f})")
-    costs = [
-        statistics.median(seconds for seed in seeds if (seconds := run("rcar-claims", row, seed)["cpu_seconds"]))
-        for row in ("scan", "scan-rcar")
-    ]
-    return (
-        f"- Mean sum of recalls (of 600) of SCAN t2i over {len(seeds)} seeds: {statistics.mean(alone):.1f} alone, "
-        f"{means}.\n"
-        f"- Differences from SCAN alone, paired by seed, with their 95 % intervals: {', '.join(gains)}.\n"
-        f"- A run takes {costs[0]:.0f} CPU seconds for SCAN and {costs[1]:.0f} with RCAR.\n"
-    )
-
-
-def _is_there(experiment: str, row: str, seed: int) -> bool:
-    return (RESULTS / experiment / f"{row}-seed{seed}.json").is_file()
 
 
 def selhn() -> str:
@@ -157,39 +128,6 @@ def selhn_gradients() -> str:
     return "\n".join(lines) + "\n"
 
 
-def dbl() -> str:
-    base, moving = rsums("dbl", "baseline"), rsums("dbl", "am-mss")
-    online = {
-        name: rsum("dbl", f"{row}-oss") - base[0]
-        for name, row in {
-            "RM": "rm", "AM": "am", "RS": "rs", "AS": "as", "RS and AS": "rs-and-as", "RM and AM": "rm-and-am",
-        }.items()
-    }  # fmt: skip
-    control = rsum("dbl", "no-boosting-oas")
-    offline = [rsum("dbl", f"{row}-oas") - control for row in ("rm", "am")]
-    other, other_control = rsum("dbl-imitation", "baseline"), rsum("dbl-imitation", "no-boosting-oas")
-    beside = {
-        name: rsum("dbl-imitation", row) - (other_control if row.endswith("oas") else other)
-        for name, row in {
-            "DR (OAS)": "dr-oas", "RKD (OAS)": "rkd-oas", "AM (OAS)": "am-oas", "DML (OSS)": "dml-oss",
-            "DINO (MSS)": "dino-mss", "DINO* (MSS)": "dino-inverse-mss", "AM (MSS)": "am-mss",
-        }.items()
-    }  # fmt: skip
-    return (
-        f"Differences of the sum of recalls. The baseline's three seeds reach {listed(base)}: their standard deviation "
-        f"is {statistics.stdev(base):.1f}, and most rows have one seed.\n\n"
-        f"- **MSS.** AM against the baseline, seed by seed: "
-        f"{listed([a - b for a, b in zip(moving, base, strict=True)], '+')}. RM, one seed: "
-        f"{rsum('dbl', 'rm-mss') - base[0]:+.1f}.\n"
-        f"- **OSS**, one seed: {', '.join(f'{name} {value:+.1f}' for name, value in online.items())}.\n"
-        f"- **OAS**, one seed, against training on without boosting ({control:.1f}): RM {offline[0]:+.1f}, AM "
-        f"{offline[1]:+.1f}.\n"
-        f"- **Imitation instead of boosting** (Table II), one seed on another processor; OAS against training on "
-        f"without any, the others against the baseline: "
-        f"{', '.join(f'{name} {value:+.1f}' for name, value in beside.items())}.\n"
-    )
-
-
 def addr() -> str:
     hosts = ("scan", "bfan", "vsrn")
     sums = {(host, row): rsums("addr", f"{host}-{row}") for host in hosts for row in ("base", "full")}
@@ -226,6 +164,3 @@ def fdf() -> str:
         f"four models of CHAN reach {listed(ensembles)}.\n"
         f"- `--other-batches kept` reaches {kept:.1f}, {kept - full[0]:+.1f} against `fresh`.\n"
     )
-
-
-FINDINGS: dict[str, Callable[[], str]] = {"rcar": rcar, "selhn": selhn, "dbl": dbl, "addr": addr, "fdf": fdf}

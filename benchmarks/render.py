@@ -37,12 +37,12 @@ from benchmarks import (
     search_engines,
     search_pooling,
 )
-from benchmarks.cpu_table import markdown, summary
+from benchmarks.cpu_table import markdown, of_amx, summary
 from benchmarks.experiments.files import Experiment
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import in_short, verdicts_of_papers
-from benchmarks.findings import FINDINGS, selhn_gradients
+from benchmarks.experiments.verdicts import as_list, in_short, verdicts_of_papers
+from benchmarks.findings import addr, fdf, selhn, selhn_gradients
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,6 +123,11 @@ def verdict(name: str) -> Callable[[], str]:
     return lambda: in_short(*claimed(name))
 
 
+def findings(name: str) -> Callable[[], str]:
+    """Return the renderer of the verdicts on a paper's claims, with figures."""
+    return lambda: as_list(*claimed(name))
+
+
 def scaled() -> str:
     """Render the projection of rehearsal and reader to more GPUs and larger data."""
     commands = {name: f"python -m benchmarks.{name} --json {{}}" for name in ("coco_epoch", "reader")}
@@ -135,6 +140,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "index.md": {"cpu": measured("cpu", summary)},
     PERFORMANCE / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
+        "cpu_amx": measured("cpu_amx", of_amx),
         "regulated_step": measured(
             "regulated_step", regulated_step.markdown, "python -m benchmarks.regulated_step --json {}"
         ),
@@ -182,7 +188,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         )
     },
     PERFORMANCE / "scaling.md": {"scaling": scaled},
-    **{ROOT / "docs" / "methods" / f"{name}.md": {"findings": section} for name, section in FINDINGS.items()},
+    ROOT / "docs" / "methods" / "rcar.md": {"findings": findings("rcar")},
+    ROOT / "docs" / "methods" / "selhn.md": {"findings": selhn},
+    ROOT / "docs" / "methods" / "dbl.md": {"findings": findings("dbl")},
+    ROOT / "docs" / "methods" / "addr.md": {"findings": addr},
+    ROOT / "docs" / "methods" / "fdf.md": {"findings": fdf},
 }
 
 

@@ -84,6 +84,7 @@ def with_winners(experiment: Experiment, results: Path) -> Experiment:
         name: [run if run.anchor is None else attrs.evolve(run, anchor=now[run.anchor.file_name]) for run in runs]
         for name, runs in rows.items()
     }
+    now = {run.file_name: run for runs in rows.values() for run in runs}
     ensembles = [attrs.evolve(one, members=[now[run.file_name] for run in one.members]) for one in experiment.ensembles]
     figures = [attrs.evolve(one, runs=[now[run.file_name] for run in one.runs]) for one in experiment.figures]
     return attrs.evolve(experiment, rows=rows, ensembles=ensembles, figures=figures)

@@ -1,6 +1,6 @@
 """What the results of an experiment say of its claims: differences paired by seed, with intervals.
 
-Inside: `verdicts`, `verdicts_of_papers`, `in_short`, `interval`.
+Inside: `verdicts`, `verdicts_of_papers`, `in_short`, `as_list`, `interval`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.experiments.files import MEASURES, Claim, Experiment
 from benchmarks.experiments.results import result_of
 
-__all__ = ["in_short", "interval", "verdicts", "verdicts_of_papers"]
+__all__ = ["as_list", "in_short", "interval", "verdicts", "verdicts_of_papers"]
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -61,6 +61,17 @@ def in_short(experiment: Experiment, results: Path) -> str:
         found[_verdict(experiment, claim, results)[-1].strip("*")].append(claim.text)
     titles = {"holds": "Holds", "fails": "Fails", "open": "Open"}
     return " ".join(f"**{titles[verdict]}**: {'; '.join(texts)}." for verdict, texts in found.items() if texts) + "\n"
+
+
+def as_list(experiment: Experiment, results: Path) -> str:
+    """Return one item of a list per claim, with the difference, its interval and the number of seeds."""
+    lines = []
+    for claim in experiment.claims:
+        seeds, difference, interval, verdict = _verdict(experiment, claim, results)
+        known = f" ({interval}; {seeds} seeds)" if seeds not in "01" else f" ({interval})" if interval else ""
+        measure = "" if claim.of == "rsum" else f" {MEASURES[claim.of]}"
+        lines.append(f"- **{verdict.strip('*').capitalize()}**: {claim.text}, {difference}{measure}{known}.")
+    return "\n".join([*lines, ""])
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from benchmarks.experiments import __main__ as tool
+from benchmarks.experiments import results, verdicts
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import in_short, interval, verdicts_of_papers
+from benchmarks.experiments.verdicts import as_list, in_short, interval, verdicts_of_papers
 from itm_fast.files import atomic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,18 @@ def run(experiment: Path, *more: str) -> list[str]:
 
 def measured(folder: Path) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text()) for path in (folder / "results").iterdir()}
+
+
+def test_anchors_of_figures_have_the_settings_of_the_winner(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"name": "VSE"}, {"name": "OAS", "anchor_row": "VSE", "grid_row": "VSE", "train": {"scenario": "oas"}}]
+    figures = [{"file": "f.svg", "shows": "scores", "text": "Scores", "rows": ["OAS"]}]
+    experiment = read(write(tmp_path / "e.yaml", data, rows=rows, figures=figures, claims=[]))
+    monkeypatch.setattr(results, "result_of", lambda _, run, folder: {"validation": {"rsum": run.train["lr"]}})
+    for shown in with_winners(experiment, tmp_path).figures[0].runs:
+        assert shown.anchor is not None
+        assert (shown.train["lr"], shown.anchor.train["lr"]) == (5e-3, 5e-3)
 
 
 @pytest.mark.thorough
@@ -112,8 +125,23 @@ def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pyt
     assert "| two absurd ones |  |  | not run |" in table
     experiment_and_results = with_winners(read(experiment), tmp_path / "results"), tmp_path / "results"
     assert in_short(*experiment_and_results) == "**Open**: absurd rates help.\n"
+    assert as_list(*experiment_and_results) == "- **Open**: absurd rates help, diverged.\n"
     row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open |"
     assert row in verdicts_of_papers({"Paper": ("page.md", *experiment_and_results)}).splitlines()
+
+
+def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = [{"text": "all negatives help", "row": "all", "over": "VSE"},
+              {"text": "SCT helps", "row": "SCT", "over": "VSE", "of": "mean_distance"}]  # fmt: skip
+    experiment = read(write(tmp_path / "e.yaml", data, claims=claims))
+    sums = {("VSE", 0): 300.0, ("VSE", 1): 310.0, ("all", 0): 308.0, ("all", 1): 320.0, ("SCT", 0): 290.0}
+    found = {key: {"test": {"rsum": value, "mean_distance": value / 1000}} for key, value in sums.items()}
+    monkeypatch.setattr(verdicts, "result_of", lambda _, run, folder: found[run.row, run.seed])
+    # Differences 8 and 10; Student's t for two: 9 -+ 12.706.
+    assert as_list(experiment, tmp_path).splitlines() == [
+        "- **Open**: all negatives help, +9.0 (-3.7 to +21.7; 2 seeds).",
+        "- **Open**: SCT helps, -0.010 MD (one seed).",
+    ]
 
 
 def test_intervals_of_paired_differences() -> None:
