@@ -164,6 +164,13 @@ def test_long_sets_on_tensor_cores(
     check_random_scores(kernels, query_lengths, context_lengths, dim, kernel, by_draws=True, **options)
 
 
+@pytest.mark.thorough
+def test_the_longest_sets_on_tensor_cores(kernels: AttentionKernels) -> None:
+    """640 contexts and 512 queries; the next longer ones take the ordinary units."""
+    check_random_scores(kernels, [512, 3], [640], 8, "bf16", by_draws=True)
+    check_random_scores(kernels, [2], [641], 8, "bf16", by_draws=True)
+
+
 # A set is longer than a tile among shorter ones.
 ONE_LONG: list[Any] = [
     ([3, 5, 0, 9], [40, 20, 300, 4], 24, {}),
