@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.units import commit_of
@@ -62,34 +62,33 @@ WITHOUT_AMX = {
 
 def markdown(results: Mapping[str, Any]) -> str:
     """Render the machine, times, memory and accuracy; missed targets state the gap."""
-    measured, preset = results["workloads"], results["preset"]
-    parts = [
-        _where(results["environment"]),
-        _scores(measured, preset),
-        _low_precision(measured, preset, results["environment"]["instruction_set"]),
-        _accuracy(measured["scores"]["variants"]),
-        _losses(measured),
-        _boosting(measured),
-    ]
-    if "regulated scores" in measured:
-        parts[4:4] = [_regulated(measured, preset), _accuracy(measured["regulated scores"]["variants"], "RCAR scores")]
-    if "query" in measured:
-        parts[3:3] = [_query(measured["query"])]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return _joined(_sections(results).values())
 
 
 def of_amx(results: Mapping[str, Any]) -> str:
     """Render what AMX changes: scores, steps and evaluations of both models, and accuracy."""
-    measured, preset = results["workloads"], results["preset"]
-    parts = [
-        _where(results["environment"]),
-        _scores(measured, preset),
-        _low_precision(measured, preset, results["environment"]["instruction_set"]),
-        _accuracy(measured["scores"]["variants"]),
-        _regulated(measured, preset),
-        _accuracy(measured["regulated scores"]["variants"], "RCAR scores"),
-    ]
+    return _joined(part for name, part in _sections(results).items() if name not in ("query", "losses", "boosting"))
+
+
+def _joined(parts: Iterable[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _sections(results: Mapping[str, Any]) -> dict[str, str]:
+    """Render all sections in their order; those of an old result may be missing."""
+    measured, preset = results["workloads"], results["preset"]
+    sections = {
+        "where": _where(results["environment"]),
+        "scores": _scores(measured, preset),
+        "low precision": _low_precision(measured, preset, results["environment"]["instruction_set"]),
+    }
+    if "query" in measured:
+        sections["query"] = _query(measured["query"])
+    sections["accuracy"] = _accuracy(measured["scores"]["variants"])
+    if "regulated scores" in measured:
+        sections["RCAR"] = _regulated(measured, preset)
+        sections["accuracy of RCAR"] = _accuracy(measured["regulated scores"]["variants"], "RCAR scores")
+    return sections | {"losses": _losses(measured), "boosting": _boosting(measured)}
 
 
 def summary(results: Mapping[str, Any]) -> str:

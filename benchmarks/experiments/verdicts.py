@@ -68,7 +68,7 @@ def as_list(experiment: Experiment, results: Path) -> str:
     lines = []
     for claim in experiment.claims:
         seeds, difference, interval, verdict = _verdict(experiment, claim, results)
-        known = f" ({interval}; {seeds} seeds)" if seeds not in "01" else f" ({interval})" if interval else ""
+        known = f" ({interval}; {seeds} seeds)" if seeds not in ("0", "1") else f" ({interval})" if interval else ""
         measure = "" if claim.of == "rsum" else f" {MEASURES[claim.of]}"
         lines.append(f"- **{verdict.strip('*').capitalize()}**: {claim.text}, {difference}{measure}{known}.")
     return "\n".join([*lines, ""])
