@@ -10,7 +10,6 @@ import datetime
 import functools
 import itertools
 import logging
-import math
 import statistics
 import time
 import warnings
@@ -344,13 +343,18 @@ class Trainer:
         now = time.monotonic()
         if not (self._talks and self._bar.disable) or now - self._printed < _LINE_SECONDS:
             return
-        step, loss = self.engine.state.iteration, output.get("loss", output.get("discriminator_loss", math.nan))
+        step = self.engine.state.iteration
+        if "loss" in output:
+            numbers = f"loss {output['loss']:.4g}, lr {output['lr']:.2g}"
+        else:
+            loss, lr = output["discriminator_loss"], output["discriminator_lr"]
+            numbers = f"loss of the discriminators {loss:.4g}, their lr {lr:.2g}"
         rate = (step - self._started[0]) / max(now - self._started[1], 1e-9)
         left = datetime.timedelta(seconds=round((self._total - step) / rate))
         self._printed = now
         self._bar.write(
-            f"epoch {self.engine.state.epoch}/{self.config.epochs}, step {step}/{self._total}: loss {loss:.4g}, lr "
-            f"{output.get('lr', math.nan):.2g}, {rate * self.config.batch_size:.0f} pairs/s, {left} left"
+            f"epoch {self.engine.state.epoch}/{self.config.epochs}, step {step}/{self._total}: {numbers}, "
+            f"{rate * self.config.batch_size:.0f} pairs/s, {left} left"
         )
 
     def _validate(self, step: int) -> None:

@@ -67,6 +67,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert bool(rows["weight"].any(dim=1).all()), "every image was in a batch"
 
 
+def test_lines_of_discriminator_steps_name_their_own_loss_and_rate(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("itm_fast.training.trainer._LINE_SECONDS", 0.0)
+    train(settings_of(data, tmp_path, log_every=1), progress=True)
+    said = capfd.readouterr()
+    lines = re.findall(r"^epoch \d/2, step \d+/16: (.*), \d+ pairs/s", said.out + said.err, re.MULTILINE)
+    forms = {
+        "discriminators": r"loss of the discriminators [\d.e-]+, their lr [\d.e-]+",
+        "model": r"loss [\d.e+-]+, lr [\d.e-]+",
+    }
+    found = [name for line in lines for name, form in forms.items() if re.fullmatch(form, line)]
+    assert found == (["discriminators"] * 4 + ["model"] * 4) * 2
+
+
 def test_a_run_that_is_killed_ends_like_one_that_is_left_alone(data: Path, tmp_path: Path) -> None:
     """SIGKILL early and late in saves, which write two files: the discriminators and the state."""
 

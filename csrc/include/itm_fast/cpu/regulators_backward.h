@@ -360,9 +360,12 @@ inline void add_weight_gradient(const RegulatorProblem<typename Product::Value>&
   using T = typename Product::Value;
   const auto add = [&](int64_t row, int64_t n_rows, const T* inputs, int64_t input_stride) {
     const T* gradient = workspace + product.gradient + row * product.gradient_stride;
+    // A sum per tile first: adding each row to the total would round by the total, once per row.
+    __builtin_memset(scratch, 0, (last - first) * sizeof(T));
     for (int64_t r = 0; r < n_rows; ++r) {
-      add_row(gradient + r * product.gradient_stride + first, last - first, product.sum + first);
+      add_row(gradient + r * product.gradient_stride + first, last - first, scratch);
     }
+    add_row(scratch, last - first, product.sum + first);
     if (product.weight == nullptr) return;
     add_rows_product<Product>(gradient + first, product.gradient_stride, true, last - first, n_rows, inputs,
                               input_stride, product.inputs, max_rows, scratch, product.weight + first * product.inputs);
