@@ -42,10 +42,10 @@ void run(const Call& call, float* scores, float* alignments) {
   const RegulationSizes sizes{call.weights.width, call.weights.hidden, call.longest,
                               regulating_blocks<Tile>(p, device.processors())};
   Workspace measured;
-  const int64_t blocks = place_regulation<Tile>(p, sizes, measured);
+  const int64_t blocks = place_regulation<kParts, Tile>(p, sizes, measured);
   const Tensor memory = scratch(call.queries, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
-  place_regulation<Tile>(p, sizes, workspace);
+  place_regulation<kParts, Tile>(p, sizes, workspace);
   device.launch(prepare_regulation_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
   device.launch(regulate_tiles_kernel<S, kParts, Tile>, blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
 }

@@ -77,3 +77,10 @@ def cancelling_contexts(remainder: float, dim: int = 24) -> Fragments:
     return Fragments(
         torch.cat([row, rest[:1] - row, row, rest[1:2] - row, rest[2:], row]), torch.tensor([0, 2, 4, 10, 11])
     )
+
+
+def long_cancelling_contexts(remainder: float, dim: int) -> Fragments:
+    """Make a set of 40 rows whose uniform mean has length about `remainder`, and an ordinary one of 36."""
+    rows, rest = random_fragments([20], dim, seed=1).values, random_fragments([20], dim, seed=2).values
+    ordinary = random_fragments([36], dim, seed=4).values
+    return Fragments(torch.cat([rows, remainder * rest - rows, ordinary]), torch.tensor([0, 40, 76]))

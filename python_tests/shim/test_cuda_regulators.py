@@ -21,7 +21,7 @@ from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_parameters
 from python_tests.helpers.shim import compiled_driver
 from python_tests.helpers.tolerance import assert_close_to_exact, max_error
-from python_tests.shim.attention_checks import cancelling_contexts
+from python_tests.shim.attention_checks import cancelling_contexts, long_cancelling_contexts
 from python_tests.shim.regulator_checks import check_alignments, check_scores, double, result_of, single
 from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
 from python_tests.shim.shim_regulators import RegulatorKernels, random_weights
@@ -136,6 +136,22 @@ def test_contexts_that_cancel(kernels: RegulatorKernels, remainder: float) -> No
     check_alignments(kernels, queries, cancelling_contexts(remainder), parameters, temperature=0.0)
 
 
+@pytest.mark.parametrize("remainder", [1e-2, 1e-4, 0.0])
+def test_long_contexts_that_cancel(kernels: RegulatorKernels, remainder: float) -> None:
+    queries, parameters = random_fragments([33, 40], 70, seed=3), random_parameters("rar1", 70, 10)
+    contexts = long_cancelling_contexts(remainder, 70)
+    check_alignments(kernels, queries, contexts, parameters, temperature=0.0)
+
+
+@pytest.mark.parametrize("focal", FOCAL_MODES)
+def test_norms_from_gram_matrices_of_long_sets(kernels: RegulatorKernels, focal: str | None) -> None:
+    """Sets of more rows than a product has columns, with more channels than rows."""
+    queries, contexts = random_fragments([5, 0, 40], 130), random_fragments([60, 3, 72, 33], 130, seed=1)
+    parameters = random_parameters("rcar2", 130, 12)
+    run = {"longest": (queries.max_length, contexts.max_length)}
+    check_scores(kernels, queries, contexts, parameters, run=run, focal=focal, temperature=5.0)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_long_sets(kernels: RegulatorKernels, setting: str) -> None:
     """Sets that take up to three products, beside an empty and a short one."""
@@ -181,17 +197,24 @@ def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wid
 
 
 @pytest.mark.parametrize(
-    ("setting", "side"),
-    [("rcr1", None), ("rcar2", None), ("rcar2, paper", None), ("rcr1", "queries"), ("rcar2", "contexts")],
+    ("setting", "side", "dim"),
+    [
+        ("rcr1", None, DIM),
+        ("rcar2", None, DIM),
+        ("rcar2, paper", None, DIM),
+        ("rcr1", "queries", DIM),
+        ("rcar2", "contexts", DIM),
+        ("rcar2", "contexts", 3 * DIM),
+    ],
 )
 @pytest.mark.parametrize("cores", ["kernels", "truncating"])
-def test_the_precisions(request: pytest.FixtureRequest, cores: str, setting: str, side: str | None) -> None:
+def test_the_precisions(request: pytest.FixtureRequest, cores: str, setting: str, side: str | None, dim: int) -> None:
     """Products in two parts keep 16 bits; in bfloat16 errors are at most twice those of PyTorch's own autocast.
 
-    With a side, its sets are long.
+    With a side, its sets are long. With many channels, long contexts have Gram matrices in bfloat16, too.
     """
     kernels = request.getfixturevalue(cores)
-    queries, contexts, parameters = single(*(rcar(setting) if side is None else long_sets(side, setting)))
+    queries, contexts, parameters = single(*(rcar(setting, dim) if side is None else long_sets(side, setting, dim)))
     exact = reference.regulated_scores(*double(queries, contexts, parameters))
     high = result_of(kernels, queries, contexts, parameters, "bf16x3")
     medium = result_of(kernels, queries, contexts, parameters, "bf16")

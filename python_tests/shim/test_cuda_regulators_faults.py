@@ -11,7 +11,7 @@ import pytest
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import random_parameters
 from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
-from python_tests.shim.attention_checks import cancelling_contexts
+from python_tests.shim.attention_checks import cancelling_contexts, long_cancelling_contexts
 from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.regulator_checks import check_alignments, check_scores
 from python_tests.shim.shim_cases import outcomes
@@ -24,7 +24,8 @@ TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM, LAUNCH = (
     f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem", "_launch")
 )
 ATTENTION = f"{KERNELS}regulation_attention.h"
-LONG = r"^long sets: error"
+GRAM_OF_SET = f"{KERNELS}set_gram.h"
+LONG, GRAM = r"^long sets: error", r"^Gram matrix of long sets: error"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
 
 
@@ -36,12 +37,18 @@ def check(library: Path) -> None:
     check_scores(kernels, queries, contexts, parameters, run={"blocks": 1}, **options)
     queries, contexts = random_fragments([40], 70), random_fragments([70], 70, seed=1)
     check_scores(kernels, queries, contexts, parameters, name="long sets", run={"blocks": 1}, **options)
+    queries, contexts = random_fragments([40], 96), random_fragments([66], 96, seed=1)
+    parameters = random_parameters("rcar2", 96, 35)
+    check_scores(kernels, queries, contexts, parameters, name="Gram matrix of long sets", run={"blocks": 1}, **options)
     queries, contexts = random_fragments([3, 9], 20), random_fragments([7], 20, seed=1)
     for setting in ("rcr2, attended", "rcar2, guidance"):
         check_scores(kernels, queries, contexts, random_parameters(setting, 20, 10), name=setting, run={"blocks": 1})
     queries, parameters = random_fragments([3, 9], 24, seed=3), random_parameters("rar1", 24, 10)
     contexts = cancelling_contexts(1e-4)
     check_alignments(kernels, queries, contexts, parameters, name="contexts that cancel", temperature=0.0)
+    queries, parameters = random_fragments([3], 70, seed=3), random_parameters("rar1", 70, 10)
+    contexts = long_cancelling_contexts(1e-4, 70)
+    check_alignments(kernels, queries, contexts, parameters, name="long contexts that cancel", temperature=0.0)
 
 
 def test_the_kernels_as_they_are_pass() -> None:
@@ -130,7 +137,7 @@ FAULTS = {
         LONG,
     ),
     "missing barrier before the norms": (
-        (ALIGNMENT, "barrier();  // The attention of all rows is in place of their scores.", ""),
+        (ALIGNMENT, "barrier();  // The attention of all rows is written.", ""),
         r"shared array 'scores': (race at|read of|write of) index \d+",
     ),
     "a softmax with a peak of each lane": (
@@ -146,8 +153,32 @@ FAULTS = {
         r"^scores: error",
     ),
     "the Gram matrix of the first contexts": (
-        (PROBLEM, "p.grams + first * p.gram_width);", "p.grams + 0 * first);"),
+        (PROBLEM, "float* gram = p.grams + first * p.gram_width;", "float* gram = p.grams + 0 * first;"),
         r"^scores: error",
+    ),
+    "norms of the last contexts of long sets": (
+        (ALIGNMENT, "is_first ? norm.square : squares[row] + norm.square;", "norm.square;"),
+        GRAM,
+    ),
+    "attention of the first contexts for all products with a Gram matrix": (
+        (ALIGNMENT, "widen(attention[place * p_.columns + first + k]);", "widen(attention[place * p_.columns + k]);"),
+        GRAM,
+    ),
+    "attention of the first queries for all products with a Gram matrix": (
+        (
+            ALIGNMENT,
+            "const S* attention = of_block(p_.slab.attention) + run_ * p_.columns;",
+            "const S* attention = of_block(p_.slab.attention);",
+        ),
+        GRAM,
+    ),
+    "no attended vectors of long sets cancel": (
+        (ALIGNMENT, "AttendedNorm{squares[row], lost[row]}.is_lost() ? 1.0f : 0.0f;", "0.0f;"),
+        r"^long contexts that cancel: error",
+    ),
+    "half of a Gram matrix of long sets": (
+        (GRAM_OF_SET, "if (!is_diagonal) store(first_column", "if (is_diagonal) store(first_column"),
+        GRAM,
     ),
     "attended vectors normalised in every form": (
         (ALIGNMENT, "if (p_.options.normalize_attended) scale", "scale"),
@@ -168,10 +199,6 @@ FAULTS = {
     "guidance normalised with the attended vectors": (
         (STEPS, "operand, p_.options.normalize_guidance);", "operand, p_.options.normalize_attended);"),
         r"^rcar2, guidance: error",
-    ),
-    "Gram matrices where no norms are needed": (
-        (LAUNCH, "normalize_attended ? Tile::kColumns : 0;", "normalize_attended ? 0 : Tile::kColumns;"),
-        r"^scores: error",
     ),
     "no block packs the last rows": (
         (LAUNCH, "(rows + kPackedRows - 1) / kPackedRows;", "rows / kPackedRows;"),

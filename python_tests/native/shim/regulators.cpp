@@ -23,13 +23,13 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
   const int64_t widest = place_weights(s, hidden, given, p);
   const RegulationSizes sizes{s.width, widest, s.longest(), regulating_blocks<Tile>(p, s.blocks)};
   Workspace measured;
-  const int64_t blocks = place_regulation<Tile>(p, sizes, measured);
+  const int64_t blocks = place_regulation<kParts, Tile>(p, sizes, measured);
   // NaN in every floating type, so that reads of uninitialised memory show.
   Exact<unsigned char> memory(nullptr, 0);
   memory.memory = new unsigned char[measured.bytes()];
   std::fill_n(memory.memory, measured.bytes(), static_cast<unsigned char>(0xff));
   Workspace workspace(memory.memory);
-  place_regulation<Tile>(p, sizes, workspace);
+  place_regulation<kParts, Tile>(p, sizes, workspace);
   counts[0] = 0;
   counts[1] = p.slab.bytes;
   std::string problem;
@@ -74,7 +74,7 @@ extern "C" const char* slabs(const Settings* s, int64_t hidden, int64_t* found) 
   p.dim = s->dim;
   p.options.n_correspondences = s->correspondences;
   Workspace measured;
-  found[0] = place_regulation<RegulationTile112>(p, {s->width, hidden, s->longest(), s->blocks}, measured);
+  found[0] = place_regulation<3, RegulationTile112>(p, {s->width, hidden, s->longest(), s->blocks}, measured);
   found[1] = p.slab.bytes;
   return "";
 }

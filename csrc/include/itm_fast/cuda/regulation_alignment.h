@@ -38,23 +38,21 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   }
 
   // The squared norm of every row's attended vector, from the Gram matrix of the contexts, right after attend(). Rows
-  // whose norm has lost too many digits, and those of long sets, form the vector.
+  // whose norm has lost too many digits form the vector, as do those of contexts without a matrix.
   ITM_FAST_DEVICE void find_norms() {
-    ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
     ITM_FAST_DYNAMIC_SHARED(float, lost, Memory::kDots, kMostQueries);
-    if (is_long()) {
+    if (s_.n_contexts > p_.gram_width) {
       measure();
       return;
     }
-    static_assert(Tile::kRows <= Tile::kThreads);
-    const float* gram = p_.grams + p_.contexts.offset(s_.context) * p_.gram_width;
-    barrier();  // The attention of all rows is in place of their scores.
-    ITM_FAST_TILE_SCORES(Tile);
-    if (const int row = thread_index(); row < s_.n_rows) {
-      const auto attention = [&](int k) { return static_cast<float>(scores[row * kStride + k]); };
-      const AttendedNorm norm = attended_norm(attention, gram, s_.n_contexts);
-      squares[row] = norm.square;
-      lost[row] = norm.is_lost() ? 1.0f : 0.0f;
+    barrier();  // The attention of all rows is written.
+    if (s_.n_contexts > kColumns) {
+      multiply_by_gram();
+    } else if (is_long()) {
+      sum_gram([&](int row, int k) { return widen(of_block(p_.slab.attention)[row * p_.columns + k]); });
+    } else {
+      ITM_FAST_TILE_SCORES(Tile);
+      sum_gram([&](int row, int k) { return static_cast<float>(scores[row * kStride + k]); });
     }
     barrier();
     bool any = false;
@@ -103,6 +101,58 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   }
 
  private:
+  ITM_FAST_DEVICE float* gram() const { return p_.grams + p_.contexts.offset(s_.context) * p_.gram_width; }
+
+  // Norms from the attention at(row, context), a thread per row.
+  template <typename At>
+  ITM_FAST_DEVICE void sum_gram(const At& at) const {
+    ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
+    ITM_FAST_DYNAMIC_SHARED(float, lost, Memory::kDots, kMostQueries);
+    for (int row = thread_index(); row < s_.n_rows; row += Tile::kThreads) {
+      const AttendedNorm norm = attended_norm([&](int k) { return at(row, k); }, gram(), s_.n_contexts);
+      squares[row] = norm.square;
+      lost[row] = norm.is_lost() ? 1.0f : 0.0f;
+    }
+  }
+
+  // Norms from the products of the attention with the matrix, for contexts that take several. The scale of a
+  // row is in the place of `lost` until all products are added up.
+  ITM_FAST_DEVICE void multiply_by_gram() {
+    ITM_FAST_TILE_SCORES(Tile);
+    ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
+    ITM_FAST_DYNAMIC_SHARED(float, lost, Memory::kDots, kMostQueries);
+    using Operand = GramOperand<S>;
+    const Operand operand(gram(), s_.n_contexts);
+    for_each_run([&] {
+      const S* attention = of_block(p_.slab.attention) + run_ * p_.columns;
+      for (int first = 0; first < s_.n_contexts; first += kColumns) {
+        const int count = part(first, s_.n_contexts, kColumns);
+        for (int of_gram = Operand::kParts - 1; of_gram >= 0; --of_gram) {
+          multiply_operands<kParts, Tile>(attention, n_run_, p_.columns, operand.rows(first, of_gram), count,
+                                          operand.row_stride(), s_.n_contexts);
+          const bool is_first = first == 0 && of_gram == Operand::kParts - 1;
+          for_each_row_of_run([&](int row, int place) {
+            AttendedNorm norm;
+            for (int k = lane(); k < count; k += 32) {
+              const float e = widen(attention[place * p_.columns + first + k]);
+              norm.square += e * scores[place * kStride + k];
+              if (of_gram == 0) norm.scale += e * sqrtf(operand.square(first + k));
+            }
+            norm.square = add_lanes(norm.square);
+            norm.scale = add_lanes(norm.scale);
+            if (lane() != 0) return;
+            squares[row] = is_first ? norm.square : squares[row] + norm.square;
+            lost[row] = is_first ? norm.scale : lost[row] + norm.scale;
+          });
+        }
+      }
+    });
+    barrier();
+    for (int row = thread_index(); row < s_.n_rows; row += Tile::kThreads) {
+      lost[row] = AttendedNorm{squares[row], lost[row]}.is_lost() ? 1.0f : 0.0f;
+    }
+  }
+
   // Norms of the rows for which measures(row) holds, and with `with_products` also their products.
   template <typename Measures>
   ITM_FAST_DEVICE void measure_rows(const Measures& measures, bool with_products) {

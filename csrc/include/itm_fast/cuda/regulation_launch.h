@@ -46,12 +46,21 @@ void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Works
   p.hidden = sizes.hidden;
 }
 
+// The longest context sets that get a Gram matrix. Those of several products multiply the attention with it, in as many
+// parts as a GramOperand has, in place of `dim` columns of attended vectors. Two parts of float32 would lose too many
+// digits where contexts cancel.
+template <int kParts, typename Tile, typename S>
+int32_t gram_width(const RegulationProblem<S>& p) {
+  if (!p.options.normalize_attended) return 0;
+  return kParts != 2 && GramOperand<S>::kParts * p.columns < p.dim ? p.columns : Tile::kColumns;
+}
+
 // Lays out p's workspace, apart from inputs, options and results. It need not be zero. Returns the number of blocks of
 // the second launch, each with a slab.
-template <typename Tile, typename S>
+template <int kParts, typename Tile, typename S>
 int64_t place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   place_operands<Tile>(p, sizes, workspace);
-  p.gram_width = p.options.normalize_attended ? Tile::kColumns : 0;
+  p.gram_width = gram_width<kParts, Tile>(p);
   p.grams = workspace.take<float>(p.contexts.n_rows * p.gram_width);
   const int64_t rows = p.rows, width = operand_stride(sizes.width);
   const int64_t before = workspace.bytes();

@@ -74,7 +74,7 @@ struct RegulationProblem {
   S *query_operand, *context_operand;  // (rows, operand_stride(dim))
   S* transposed;                       // of each context set: (dim, operand_stride(length)), see transposed_start
   float* grams;  // of each context set of at most gram_width rows: at its first row of (contexts.n_rows, gram_width)
-  int32_t gram_width;
+  int32_t gram_width;  // see GramOperand for sets that take several products
   RegulationSlab<S> slab;
   float* scores;      // (queries.n_sets, contexts.n_sets), or null and
   float* alignments;  // (contexts.n_sets, queries.n_rows, width)
@@ -115,6 +115,27 @@ ITM_FAST_DEVICE void transpose_set(const RegulationProblem<S>& p, int64_t set) {
     narrow(k < length ? rows[k * p.dim + d] : 0.0f, target[d * stride + k]);
   }
 }
+
+// The Gram matrix of a context set as the operand of products, symmetric, in place of that in float32: rows of float32,
+// or rows of bfloat16, a row of high parts followed by one of low parts.
+template <typename S>
+struct GramOperand {
+  static constexpr int kParts = std::is_same_v<S, float> ? 1 : 2;
+  S* first;
+  int stride;  // columns, padded with zeros
+
+  ITM_FAST_DEVICE GramOperand(float* gram, int n) : first(reinterpret_cast<S*>(gram)), stride(gram_stride(n)) {}
+  ITM_FAST_DEVICE int row_stride() const { return kParts * stride; }
+  ITM_FAST_DEVICE S* rows(int row, int part) const { return first + row * row_stride() + part * stride; }
+  ITM_FAST_DEVICE void store(int row, int column, float product) const {
+    for (int part = 0; part < kParts; ++part) {
+      S& stored = rows(row, part)[column];
+      narrow(product, stored);
+      product -= widen(stored);
+    }
+  }
+  ITM_FAST_DEVICE float square(int row) const { return widen(rows(row, 0)[row]); }  // of a context, at least rounded
+};
 
 inline constexpr int64_t kPackedRows = 64;  // per block
 
@@ -165,8 +186,16 @@ ITM_FAST_DEVICE void prepare_regulation(const RegulationProblem<S>& p) {
   if (length > p.gram_width) return;
   // Of the operands: float32 rows are rounded to bfloat16 on their way.
   constexpr int kGramParts = std::is_same_v<S, float> ? 3 : 1;
-  write_gram_of_set<kGramParts>(p.contexts.values + first * p.dim, static_cast<int>(length), p.dim, p.is_aligned,
-                                p.grams + first * p.gram_width);
+  const float* rows = p.contexts.values + first * p.dim;
+  float* gram = p.grams + first * p.gram_width;
+  const int n = static_cast<int>(length);
+  if (n <= Tile::kColumns) {
+    write_gram_of_set<kGramParts>(rows, n, p.dim, p.is_aligned, gram);
+    return;
+  }
+  const GramOperand<S> operand(gram, n);
+  each_gram_product<kGramParts>(rows, n, p.dim, p.is_aligned,
+                                [&](int row, int column, float product) { operand.store(row, column, product); });
 }
 
 }  // namespace itm_fast::cuda

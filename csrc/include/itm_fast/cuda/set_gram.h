@@ -8,10 +8,11 @@
 
 namespace itm_fast::cuda {
 
-// Writes the matrix of n rows, gram_stride(n) apart, zero beyond its columns. For blocks of SetTile::kThreads.
-template <int kParts, typename S>
-ITM_FAST_DEVICE void write_gram_of_set(const S* rows, int n, int64_t dim, bool is_aligned, float* gram) {
-  const int stride = gram_stride(n), padding = stride - n;
+// Calls store(row, column, product) for the matrix of n rows and gram_stride(n) columns, which is zero beyond n. For
+// blocks of SetTile::kThreads.
+template <int kParts, typename S, typename Store>
+ITM_FAST_DEVICE void each_gram_product(const S* rows, int n, int64_t dim, bool is_aligned, const Store& store) {
+  const int padding = gram_stride(n) - n;
   for (int first_row = 0; first_row < n; first_row += SetTile::kRows) {
     const int height = static_cast<int>(smaller(SetTile::kRows, n - first_row));
     for (int first_column = first_row; first_column < n; first_column += SetTile::kColumns) {
@@ -26,15 +27,23 @@ ITM_FAST_DEVICE void write_gram_of_set(const S* rows, int n, int64_t dim, bool i
       for (int i = thread_index(); i < height * width; i += SetTile::kThreads) {
         const int row = i / width, column = i % width;
         const float product = product_of_planes(row, column);
-        gram[(first_row + row) * stride + first_column + column] = product;
-        if (!is_diagonal) gram[(first_column + column) * stride + first_row + row] = product;
+        store(first_row + row, first_column + column, product);
+        if (!is_diagonal) store(first_column + column, first_row + row, product);
       }
       barrier();  // The next product takes the place of this one.
     }
   }
   for (int i = thread_index(); i < n * padding; i += SetTile::kThreads) {
-    gram[i / padding * stride + n + i % padding] = 0.0f;
+    store(i / padding, n + i % padding, 0.0f);
   }
+}
+
+// Writes the matrix, its rows gram_stride(n) apart.
+template <int kParts, typename S>
+ITM_FAST_DEVICE void write_gram_of_set(const S* rows, int n, int64_t dim, bool is_aligned, float* gram) {
+  const int stride = gram_stride(n);
+  each_gram_product<kParts>(rows, n, dim, is_aligned,
+                            [&](int row, int column, float product) { gram[row * stride + column] = product; });
 }
 
 }  // namespace itm_fast::cuda
