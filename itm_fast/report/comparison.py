@@ -59,13 +59,14 @@ _PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         "train",
         ("i2t_hardest_share", "t2i_hardest_share"),
     ),
+    ("Risk of the discriminators", "mean risk", "train", ("domain_risk",)),
 )
 _COLUMNS = 3
 _MAX_NAME = 120
 
 
 def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) -> None:
-    """Plot the logs of several runs over each other: loss, recall, learning rate, gradient norm, negative mining.
+    """Plot the logs of several runs over each other: loss, recall, learning rate, gradient norm, mining, ADDR's risk.
 
     A panel is left out if no run has its numbers, or if all are 0, such as the shares of hardest negatives of a loss
     over all negatives. The loss is that of the last kind of negatives: sums over other negatives, as in a warm-up, are

@@ -107,6 +107,7 @@ def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
         ("image_grad_norm", "Gradient of the first image layer", "norm of the gradient"),
         ("hardest_gap", "Gap to the hardest negative", "mean score difference"),
         ("hardest_distance", "Distance to the hardest negative", "mean distance"),
+        ("domain_risk", "Risk of the discriminators", "mean risk"),
     ):
         points = _points(train, name)
         if points:

@@ -292,8 +292,10 @@ class Trainer:
                 message=caution,
                 seconds=round(self.progress.seconds, 3),
             )
-        loss = output.get("loss", output.get("discriminator_loss"))
-        self._bar.set_postfix(loss=f"{loss:.2f}", rsum=f"{self.progress.best.get('rsum', 0.0):.1f}", refresh=False)
+        name = "loss" if "loss" in output else "discriminator_loss"
+        self._bar.set_postfix(
+            {name: f"{output[name]:.2f}", "rsum": f"{self.progress.best.get('rsum', 0.0):.1f}"}, refresh=False
+        )
         self._bar.update()
         due = self._validation_due(step)
         # Save first, so that a failing validation loses nothing.

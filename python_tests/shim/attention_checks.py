@@ -80,7 +80,7 @@ def cancelling_contexts(remainder: float, dim: int = 24) -> Fragments:
 
 
 def long_cancelling_contexts(remainder: float, dim: int) -> Fragments:
-    """Make a set of 40 rows whose uniform mean has length about `remainder`, and an ordinary one of 36."""
+    """Make a set of 40 rows whose uniform mean has length about `remainder / 9`, and an ordinary one of 36."""
     rows, rest = random_fragments([20], dim, seed=1).values, random_fragments([20], dim, seed=2).values
     ordinary = random_fragments([36], dim, seed=4).values
     return Fragments(torch.cat([rows, remainder * rest - rows, ordinary]), torch.tensor([0, 40, 76]))

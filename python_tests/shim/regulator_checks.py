@@ -13,7 +13,9 @@ from torch import Tensor
 
 from itm_fast import Fragments, reference
 from itm_fast.functional import RegulatorParameters
-from python_tests.helpers.tolerance import assert_as_accurate
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.regulators import random_parameters
+from python_tests.helpers.tolerance import assert_as_accurate, assert_close_to_exact
 from python_tests.shim.shim_regulators import RegulatorKernels, Weights
 
 
@@ -125,6 +127,28 @@ def check_alignments(
 
     actual = result_of(kernels, *given[:2], chain_of(given[2]), aligns=True, **options)
     assert_as_accurate([actual], [plain], [exact], names=[name])
+
+
+def check_low_parts(kernels: RegulatorKernels) -> None:
+    """Check alignments in bfloat16 beside autocast where rounding the Gram matrix would change norms by 16 %.
+
+    Half of the contexts are `u + w`, half `w - u`, with u and w orthogonal. The matrix has the numbers `1 + ww` and
+    `ww - 1`, which bfloat16 rounds to 1 and -0.996, and the attended vector is w.
+    """
+    queries, parameters = random_fragments([35, 40], 260, seed=3), random_parameters("rar1", 260, 10)
+    u, w = torch.linalg.qr(torch.randn(260, 2, generator=torch.Generator().manual_seed(5)))[0].T
+    rows = torch.stack([u + 0.0028**0.5 * w, 0.0028**0.5 * w - u]).repeat(20, 1)
+    given = single(queries, Fragments(rows, torch.tensor([0, 40])), parameters)
+
+    def aligned(function: Callable[..., Tensor], operands: tuple[Fragments, Fragments, RegulatorParameters]) -> Tensor:
+        (weight, bias), *_ = operands[2].alignments
+        return function(*operands[:2], [weight], [bias], temperature=0.0)
+
+    exact = aligned(reference.cross_attention_alignments, double(*given))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = aligned(reference.cross_attention_alignments_packed, given).float()
+    actual = result_of(kernels, *given[:2], chain_of(given[2]), "bf16", aligns=True, temperature=0.0)
+    assert_close_to_exact(actual, plain, exact, name="low parts")
 
 
 def chain_of(parameters: RegulatorParameters) -> RegulatorParameters:

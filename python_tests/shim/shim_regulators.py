@@ -120,12 +120,13 @@ class RegulatorKernels:
         return result
 
     def slabs(self, sizes: tuple[int, ...], weights: Weights, longest: tuple[int, int], blocks: int) -> list[int]:
-        """Return the number of blocks of the second launch, at most `blocks`, and the bytes of the slab of each.
+        """Return the number of blocks of the second launch, at most `blocks`, the bytes of the slab of each, and the
+        length of the longest context sets with a Gram matrix.
 
         Args:
             sizes: query sets, query rows, context sets, context rows, dim.
         """
-        found = np.zeros(2, np.int64)
+        found = np.zeros(3, np.int64)
         settings = _settings(sizes, weights, False, True, True, blocks, 0, {"longest": longest})
         call(self.library.slabs, ctypes.byref(settings), max(weights.hidden, default=0), found)
         return found.tolist()

@@ -22,7 +22,15 @@ from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_para
 from python_tests.helpers.shim import compiled_driver
 from python_tests.helpers.tolerance import assert_close_to_exact, max_error
 from python_tests.shim.attention_checks import cancelling_contexts, long_cancelling_contexts
-from python_tests.shim.regulator_checks import check_alignments, check_scores, double, result_of, single
+from python_tests.shim.regulator_checks import (
+    check_alignments,
+    check_low_parts,
+    check_scores,
+    double,
+    result_of,
+    single,
+    weights_of,
+)  # fmt: skip
 from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
 from python_tests.shim.shim_regulators import RegulatorKernels, random_weights
 
@@ -136,20 +144,43 @@ def test_contexts_that_cancel(kernels: RegulatorKernels, remainder: float) -> No
     check_alignments(kernels, queries, cancelling_contexts(remainder), parameters, temperature=0.0)
 
 
-@pytest.mark.parametrize("remainder", [1e-2, 1e-4, 0.0])
+@pytest.mark.parametrize("remainder", [0.9, 0.5, 0.3, 1e-4, 0.0])
 def test_long_contexts_that_cancel(kernels: RegulatorKernels, remainder: float) -> None:
-    queries, parameters = random_fragments([33, 40], 70, seed=3), random_parameters("rar1", 70, 10)
-    contexts = long_cancelling_contexts(remainder, 70)
+    """With 0.5 the Gram matrix just keeps enough digits, with 0.3 attended vectors are formed."""
+    queries, parameters = random_fragments([35, 40], 130, seed=3), random_parameters("rar1", 130, 10)
+    contexts = long_cancelling_contexts(remainder, 130)
     check_alignments(kernels, queries, contexts, parameters, temperature=0.0)
 
 
 @pytest.mark.parametrize("focal", FOCAL_MODES)
 def test_norms_from_gram_matrices_of_long_sets(kernels: RegulatorKernels, focal: str | None) -> None:
     """Sets of more rows than a product has columns, with more channels than rows."""
-    queries, contexts = random_fragments([5, 0, 40], 130), random_fragments([60, 3, 72, 33], 130, seed=1)
+    queries, contexts = random_fragments([5, 0, 40, 40, 30], 130), random_fragments([60, 3, 72, 33], 130, seed=1)
     parameters = random_parameters("rcar2", 130, 12)
     run = {"longest": (queries.max_length, contexts.max_length)}
     check_scores(kernels, queries, contexts, parameters, run=run, focal=focal, temperature=5.0)
+
+
+def test_gram_matrices_of_long_sets_in_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
+    queries, contexts = random_fragments([60, 60], 400), random_fragments([136], 400, seed=1)
+    parameters = random_parameters("rcar2", 400, 12)
+    assert kernels.slabs((2, 120, 1, 136, 400), weights_of(parameters), (60, 136), 3)[2] == 136
+    check_scores(kernels, queries, contexts, parameters, run={"large": True, "longest": (60, 136)})
+
+
+def test_gram_matrices_in_bfloat16_have_low_parts(kernels: RegulatorKernels) -> None:
+    check_low_parts(kernels)
+
+
+def test_long_sets_have_gram_matrices_where_they_save_work(kernels: RegulatorKernels) -> None:
+    def width(query_rows: int, n_contexts: int, dim: int = 1024, setting: str = "rcar2") -> int:
+        sizes = (64, query_rows, 64, 64 * n_contexts, dim)
+        return kernels.slabs(sizes, weights_of(random_parameters(setting, 8, 6)), (64, n_contexts), 132)[2]
+
+    assert [width(64 * 13, length) for length in (36, 128, 196, 576)] == [128, 128, 200, 576]
+    assert [width(rows, 196) for rows in (13, 60, 65)] == [128, 128, 200], "few queries do not pay for a matrix"
+    assert width(64 * 13, 576, dim=512) == 128
+    assert width(64 * 13, 196, setting="scan") == width(64 * 13, 36, setting="scan") == 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -204,7 +235,7 @@ def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wid
         ("rcar2, paper", None, DIM),
         ("rcr1", "queries", DIM),
         ("rcar2", "contexts", DIM),
-        ("rcar2", "contexts", 3 * DIM),
+        ("rcar2", "both", 4 * DIM),
     ],
 )
 @pytest.mark.parametrize("cores", ["kernels", "truncating"])
@@ -259,8 +290,10 @@ def test_a_block_needs_the_same_room_however_many_sets_and_channels_there_are(ke
 # Tests of non-finite values and invalid sets
 
 
-def test_a_nan_stays_in_its_pairs_of_long_sets(kernels: RegulatorKernels) -> None:
-    queries, contexts, parameters = single(*long_sets("both", "rcar2", 20, 12))
+@pytest.mark.parametrize("dim", [20, 130])
+def test_a_nan_stays_in_its_pairs_of_long_sets(kernels: RegulatorKernels, dim: int) -> None:
+    """With many channels in a Gram matrix, too."""
+    queries, contexts, parameters = single(*long_sets("both", "rcar2", dim, 12))
     right = result_of(kernels, queries, contexts, parameters)
     values = contexts.values.clone()
     values[int(contexts.offsets[1]) + 50, 5] = float("nan")
@@ -380,7 +413,7 @@ def test_long_slabs_take_fewer_blocks(kernels: RegulatorKernels) -> None:
     short, sizes = (13, 36), (128, 128 * 13, 128, 128 * 36, 1024)
     weights = random_weights(np.random.default_rng(0), 8, 256, 2, 1, 2, scored=1)
     taken = {longest: kernels.slabs(sizes, weights, longest, 132) for longest in (short, (300, 36), (512, 640))}
-    assert [blocks for blocks, _ in taken.values()] == [132, 132, 101]
+    assert [blocks for blocks, *_ in taken.values()] == [132, 132, 101]
     assert 101 * taken[512, 640][1] <= 520e6 < 102 * taken[512, 640][1]
     wide = random_weights(np.random.default_rng(0), 8, 65_536, 1, 0, 0)
     assert kernels.slabs((1, 512, 1, 640, 8), wide, (512, 640), 132)[0] == 1

@@ -13,7 +13,7 @@ from python_tests.helpers.regulators import random_parameters
 from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
 from python_tests.shim.attention_checks import cancelling_contexts, long_cancelling_contexts
 from python_tests.shim.faults import planted, run_sanitized
-from python_tests.shim.regulator_checks import check_alignments, check_scores
+from python_tests.shim.regulator_checks import check_alignments, check_low_parts, check_scores
 from python_tests.shim.shim_cases import outcomes
 from python_tests.shim.shim_regulators import RegulatorKernels
 
@@ -37,8 +37,8 @@ def check(library: Path) -> None:
     check_scores(kernels, queries, contexts, parameters, run={"blocks": 1}, **options)
     queries, contexts = random_fragments([40], 70), random_fragments([70], 70, seed=1)
     check_scores(kernels, queries, contexts, parameters, name="long sets", run={"blocks": 1}, **options)
-    queries, contexts = random_fragments([40], 96), random_fragments([66], 96, seed=1)
-    parameters = random_parameters("rcar2", 96, 35)
+    queries, contexts = random_fragments([40], 220), random_fragments([66], 220, seed=1)
+    parameters = random_parameters("rcar2", 220, 35)
     check_scores(kernels, queries, contexts, parameters, name="Gram matrix of long sets", run={"blocks": 1}, **options)
     queries, contexts = random_fragments([3, 9], 20), random_fragments([7], 20, seed=1)
     for setting in ("rcr2, attended", "rcar2, guidance"):
@@ -46,8 +46,8 @@ def check(library: Path) -> None:
     queries, parameters = random_fragments([3, 9], 24, seed=3), random_parameters("rar1", 24, 10)
     contexts = cancelling_contexts(1e-4)
     check_alignments(kernels, queries, contexts, parameters, name="contexts that cancel", temperature=0.0)
-    queries, parameters = random_fragments([3], 70, seed=3), random_parameters("rar1", 70, 10)
-    contexts = long_cancelling_contexts(1e-4, 70)
+    queries, parameters = random_fragments([35, 40], 130, seed=3), random_parameters("rar1", 130, 10)
+    contexts = long_cancelling_contexts(1e-4, 130)
     check_alignments(kernels, queries, contexts, parameters, name="long contexts that cancel", temperature=0.0)
 
 
@@ -220,6 +220,14 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, KernelError)) as caught:
         check(library)
     assert re.search(message, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.thorough
+def test_gram_matrices_in_bfloat16_without_low_parts_fail_the_check(tmp_path: Path) -> None:
+    root = planted(tmp_path / "faulty", PROBLEM, "product -= widen(stored);", "product = 0.0f;")
+    library = compile_driver("regulators", tmp_path, "-DITM_FAST_SMALL_TILE_ALONE", root=root)
+    with pytest.raises(AssertionError, match=r"^low parts: error"):
+        check_low_parts(RegulatorKernels(library))
 
 
 @pytest.mark.thorough

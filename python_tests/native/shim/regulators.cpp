@@ -64,7 +64,8 @@ ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile)
 ITM_FAST_REGULATED(bf16x3, float, 2, SmallRegulationTile)
 #endif
 
-// Writes the number of blocks of the second launch, at most `s->blocks`, and the bytes of the slab of each.
+// Writes the number of blocks of the second launch, at most `s->blocks`, the bytes of the slab of each, and the length
+// of the longest context sets with a Gram matrix.
 extern "C" const char* slabs(const Settings* s, int64_t hidden, int64_t* found) {
   RegulationProblem<float> p{};
   p.queries.n_sets = s->query_sets;
@@ -72,10 +73,13 @@ extern "C" const char* slabs(const Settings* s, int64_t hidden, int64_t* found) 
   p.contexts.n_sets = s->context_sets;
   p.contexts.n_rows = s->context_rows;
   p.dim = s->dim;
+  p.options.n_alignments = s->alignments;
+  p.options.normalize_attended = s->normalize_attended != 0;
   p.options.n_correspondences = s->correspondences;
   Workspace measured;
   found[0] = place_regulation<3, RegulationTile112>(p, {s->width, hidden, s->longest(), s->blocks}, measured);
   found[1] = p.slab.bytes;
+  found[2] = p.gram_width;
   return "";
 }
 

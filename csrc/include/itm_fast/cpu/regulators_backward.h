@@ -360,7 +360,7 @@ inline void add_weight_gradient(const RegulatorProblem<typename Product::Value>&
   using T = typename Product::Value;
   const auto add = [&](int64_t row, int64_t n_rows, const T* inputs, int64_t input_stride) {
     const T* gradient = workspace + product.gradient + row * product.gradient_stride;
-    // A sum per tile first: adding each row to the total would round by the total, once per row.
+    // Sum these rows first: adding each to the total would round by the total, once per row.
     __builtin_memset(scratch, 0, (last - first) * sizeof(T));
     for (int64_t r = 0; r < n_rows; ++r) {
       add_row(gradient + r * product.gradient_stride + first, last - first, scratch);

@@ -46,13 +46,15 @@ void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Works
   p.hidden = sizes.hidden;
 }
 
-// The longest context sets that get a Gram matrix. Those of several products multiply the attention with it, in as many
-// parts as a GramOperand has, in place of `dim` columns of attended vectors. Two parts of float32 would lose too many
-// digits where contexts cancel.
+// The longest context sets that get a Gram matrix. For sets of several products, every alignment of every query row
+// multiplies the attention with it, in as many parts as a GramOperand has, in place of `dim` columns of attended
+// vectors. This must save more than half of the matrix costs. Two parts of float32 would lose too many digits where
+// contexts cancel.
 template <int kParts, typename Tile, typename S>
 int32_t gram_width(const RegulationProblem<S>& p) {
-  if (!p.options.normalize_attended) return 0;
-  return kParts != 2 && GramOperand<S>::kParts * p.columns < p.dim ? p.columns : Tile::kColumns;
+  if (!p.options.normalize_attended || p.options.n_alignments == 0) return 0;
+  const int64_t saved = p.queries.n_rows * p.options.n_alignments * (p.dim - GramOperand<S>::kParts * p.columns);
+  return kParts != 2 && 2 * saved > p.columns * p.dim ? p.columns : Tile::kColumns;
 }
 
 // Lays out p's workspace, apart from inputs, options and results. It need not be zero. Returns the number of blocks of

@@ -134,7 +134,7 @@ struct GramOperand {
       product -= widen(stored);
     }
   }
-  ITM_FAST_DEVICE float square(int row) const { return widen(rows(row, 0)[row]); }  // of a context, at least rounded
+  ITM_FAST_DEVICE float square(int row) const { return widen(rows(row, 0)[row]); }  // of a context, without low part
 };
 
 inline constexpr int64_t kPackedRows = 64;  // per block
