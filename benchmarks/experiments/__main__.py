@@ -1,7 +1,7 @@
 """Train the runs of an experiment one after the other, and write tables and figures of the results.
 
     python -m benchmarks.experiments run     benchmarks/experiments/rcar-claims.yaml
-    python -m benchmarks.experiments figures benchmarks/experiments/selhn.yaml
+    python -m benchmarks.experiments figures benchmarks/experiments/selhn-claims.yaml
     python -m benchmarks.experiments table   FILE --page docs/performance/results/rcar.md [--check]
 
 An experiment is a YAML file with these keys:
