@@ -42,7 +42,7 @@ from benchmarks.experiments.files import Experiment
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
 from benchmarks.experiments.verdicts import as_list, in_short, verdicts_of_papers
-from benchmarks.findings import addr, fdf, selhn, selhn_gradients
+from benchmarks.findings import fdf, selhn_gradients
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,9 +189,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     PERFORMANCE / "scaling.md": {"scaling": scaled},
     ROOT / "docs" / "methods" / "rcar.md": {"findings": findings("rcar")},
-    ROOT / "docs" / "methods" / "selhn.md": {"findings": selhn},
+    ROOT / "docs" / "methods" / "selhn.md": {"findings": findings("selhn")},
     ROOT / "docs" / "methods" / "dbl.md": {"findings": findings("dbl")},
-    ROOT / "docs" / "methods" / "addr.md": {"findings": addr},
+    ROOT / "docs" / "methods" / "addr.md": {"findings": findings("addr")},
     ROOT / "docs" / "methods" / "fdf.md": {"findings": fdf},
 }
 

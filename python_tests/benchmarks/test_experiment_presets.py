@@ -20,7 +20,7 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 # Lists that have not been run: they have no page and no results.
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
-COMPLETE = ["addr", "dbl-claims", "fdf", "rcar-claims", "selhn", "selhn-models", "vision"]
+COMPLETE = ["addr-claims", "dbl-claims", "fdf", "rcar-claims", "selhn-claims", "selhn-models", "vision"]
 
 
 def preset(name: str) -> Path:

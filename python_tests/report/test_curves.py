@@ -89,6 +89,14 @@ def test_cosines_are_the_mean_of_both_modalities_and_may_be_negative(tmp_path: P
     assert found["Loss"].get_ylim()[0] == 0
 
 
+def test_the_risk_of_discriminators_is_shown_in_both_phases(tmp_path: Path, drawn: list[Figure]) -> None:
+    """Steps of the discriminators have no loss of the model."""
+    of_discriminators = {"kind": "train", "step": 10, "epoch": 1, "mining": "all", "domain_risk": 0.7}
+    write_comparison(tmp_path / "figure.svg", {"a": [of_discriminators, *log(20, 30, domain_risk=0.03)]})
+    found = panels(drawn[0])["Risk of the discriminators"].lines[0].get_xydata().tolist()
+    assert found == [[10, 0.7], [20, pytest.approx(0.6)], [30, pytest.approx(0.9)]]
+
+
 def test_the_loss_is_that_of_the_last_negatives(tmp_path: Path, drawn: list[Figure]) -> None:
     warm_up = [{**line, "mining": "all", "loss": 900.0} for line in log(10, 20)[:2]]
     write_comparison(tmp_path / "figure.svg", {"a": [*warm_up, *log(30, 40)]})
