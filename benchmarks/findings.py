@@ -42,34 +42,30 @@ def median(experiment: str, row: str, seed: int, name: str, first: int, last: in
     )
 
 
-def between(values: Sequence[float], digits: int = 1) -> str:
+def between(values: Sequence[float], digits: int) -> str:
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
-def listed(values: Sequence[float], sign: str = "", digits: int = 1) -> str:
+def listed(values: Sequence[float]) -> str:
     """Join the values as "1.0, 2.0 and 3.0"."""
-    texts = [f"{value:{sign}.{digits}f}" for value in values]
+    texts = [f"{value:.1f}" for value in values]
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def selhn_gradients() -> str:
     """Render gradient norms of the first image layer and gaps to the hardest negative, in five bands of epochs."""
-    bands, per_epoch = ((1, 4), (5, 8), (9, 12), (13, 16), (17, 20)), 110
-    heads = [f"epochs {first} to {last}" for first, last in bands]
-    lines = [f"|  | {' | '.join(heads)} |", f"| --- {'| ---: ' * len(bands)}|"]
+    firsts, length, per_epoch = (1, 5, 9, 13, 17), 4, 110
+    heads = [f"epochs {first} to {first + length - 1}" for first in firsts]
+    lines = [f"|  | {' | '.join(heads)} |", f"| --- {'| ---: ' * len(firsts)}|"]
+    bands = [((first - 1) * per_epoch + 1, (first + length - 1) * per_epoch) for first in firsts]
     for title, name, digits in (("gradient", "image_grad_norm", 1), ("gap", "hardest_gap", 3)):
         for model, row in MODELS.items():
             for loss in ("HN", "SelHN"):
-                cells = [
-                    between(
-                        [
-                            median("selhn-claims", f"{row}-{loss.lower()}", seed, name, (e - 1) * per_epoch + 1, last)
-                            for seed in SEEDS
-                        ],
-                        digits,
-                    )
-                    for e, last in ((first, end * per_epoch) for first, end in bands)
+                of_bands = [
+                    [median("selhn-claims", f"{row}-{loss.lower()}", seed, name, *band) for seed in SEEDS]
+                    for band in bands
                 ]
+                cells = [between(values, digits) for values in of_bands]
                 lines.append(f"| {title}, {model}: {loss} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
