@@ -136,7 +136,7 @@ def boosting_loss(batch: int) -> Cost:
     return Cost(other=5.0 * batch**2, bytes=12.0 * batch**2, launches=1)
 
 
-def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT, regions: int = REGIONS) -> Cost:
     """Return the cost of the backward of a loss over hardest negatives: recomputes at most three pairs per anchor.
 
     On tensor cores, a pair of K regions and n words needs its scores, `K n dim` multiply-adds, and the sums of both
@@ -145,20 +145,21 @@ def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = EL
     times. Three launches: the one that scales the stored gradient of the loss (it returns at once if the incoming one
     is 1), lists, and pairs with their sums.
     """
-    pairs, rows = 3 * batch, batch * (REGIONS + words)
-    of_pairs = 5 * REGIONS * words * dim + 6 * 2 * REGIONS**2 * words
-    products = 2 * (pairs * of_pairs + 3 * batch * REGIONS**2 * dim)
-    epilogue = 2 * pairs * words * SOFTMAX_OPERATIONS * REGIONS
+    pairs, rows = 3 * batch, batch * (regions + words)
+    of_pairs = 5 * regions * words * dim + 6 * 2 * regions**2 * words
+    products = 2 * (pairs * of_pairs + 3 * batch * regions**2 * dim)
+    epilogue = 2 * pairs * words * SOFTMAX_OPERATIONS * regions
     moved = 2 * element * rows * dim + 4 * batch**2
     return Cost(tensor=products, other=epilogue, bytes=moved, launches=3)
 
 
-def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT, regions: int = REGIONS) -> Cost:
     """Return the cost of scores, hardest-negative loss, and gradients of regions and words, without the encoders.
 
     Scores and loss are separate calls: six launches, without the fills and copies of PyTorch.
     """
-    return scores(batch, batch, dim, words, element) + loss(batch) + backward(batch, dim, words, element)
+    forward = scores(batch, batch, dim, words, element, regions) + loss(batch)
+    return forward + backward(batch, dim, words, element, regions)
 
 
 def matching_step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
@@ -227,13 +228,15 @@ def regulated_step(
     element: int = ELEMENT,
     alignment: int = ALIGNMENT,
     steps: int = STEPS,
+    partners: int = 3,
 ) -> Cost:
-    """Return the cost of RCAR's scores, the hardest-negative loss, and the gradients of regions, words and weights.
+    """Return the cost of RCAR's scores, a loss, and the gradients of regions, words and weights.
 
-    As in `step`, at most three pairs per anchor are recomputed, in float32: once forward, and backward with two
-    products for each forward one. Three launches: the gradient of the scores, operands, pairs.
+    `partners` pairs per anchor are recomputed, in float32: at most three with hardest negatives, as in `step`, and
+    `batch` with all. Each takes one forward, and two products for each of its products. Three launches: the gradient of
+    the scores, operands, pairs.
     """
-    pairs = 3 * batch
+    pairs = partners * batch
     products, epilogue = _regulated(pairs, pairs * words, dim, alignment, steps)
     moved = 2 * element * batch * (REGIONS + words) * dim + 4 * batch**2 + 2 * 4 * _weights(dim, alignment, steps)
     backward = Cost(3 * products, 3 * epilogue, moved, launches=3)

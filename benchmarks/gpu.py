@@ -47,6 +47,7 @@ NEEDED = {
     "make_step": STEPPING,
     "make_matching_step": ("matching_loss", "cross_attention_scores_backward"),
     "make_long_scores": SCORING,
+    "make_long_step": STEPPING,
     "make_regulated_scores": REGULATING,
     "make_regulated_step": (*REGULATING, "regulated_scores_backward", "triplet_loss", "triplet_loss_backward"),
     "make_maxsim_scores": MAXSIM,
@@ -151,7 +152,12 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
         cost = partial(costs.scores, long.batch, long.batch, long.dim, long.tokens, regions=long.patches)
         make = gpu_workloads.make_long_scores
         found.append(_Workload(name, make, arguments, _of(cost), {"loop": loop_runs, **sides}, natives))
-    found += _regulated_workloads(preset, device)
+        name, cost = (
+            f"long step {long.tokens} x {long.patches}",
+            partial(costs.step, long.batch, long.dim, long.tokens, regions=long.patches),
+        )
+        found.append(_Workload(name, gpu_workloads.make_long_step, arguments, _of(cost), sides, natives))
+    found += _regulated_workloads(preset, device, natives)
     for size in preset.maxsim:
         sized, label = (replace(size, device=device),), f"{size.words} x {size.patches}"
         cost, of_step = partial(maxsim_costs.scores_cost, size), partial(maxsim_costs.step_cost, size)
@@ -177,20 +183,23 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     return found
 
 
-def _regulated_workloads(preset: GpuPreset, device: str) -> list[_Workload]:
-    """Return the workloads of RCAR, without CUDA graphs: its backward searches for pairs with a gradient."""
-    baselines = {"loop": preset.loop_runs, "packed": preset.runs, "packed bf16": preset.runs}
-    natives = ("native", "native high", "native medium", "native bf16")
+def _regulated_workloads(preset: GpuPreset, device: str, natives: tuple[str, ...]) -> list[_Workload]:
+    """Return the workloads of RCAR."""
+    sides = {"packed": preset.runs, "packed bf16": preset.runs}
+    baselines = {"loop": preset.loop_runs, **sides}
     make, found = regulated.make_regulated_scores, []
     for batch in preset.batches:
         sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_scores, batch, batch, preset.dim)
         # If the baselines take seconds, the packed form runs once.
         beside = baselines if batch <= preset.step_batch else {"packed": 1}
         found.append(_Workload(f"regulated scores {batch}", make, (sizes,), _of(cost), beside, natives))
-    batch = preset.step_batch
-    sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_step, batch, preset.dim)
-    step = regulated.make_regulated_step
-    return [*found, _Workload(f"regulated step {batch}", step, (sizes,), _of(cost), baselines, natives)]
+    batch, step = preset.step_batch, regulated.make_regulated_step
+    sizes = Sizes(batch, batch, preset.dim, device)
+    for label, mining, partners, beside in (("", "hardest", 3, baselines), (" all", "all", batch, sides)):
+        name, cost = f"regulated step{label} {batch}", partial(costs.regulated_step, batch, preset.dim)
+        of_mining = _of(partial(cost, partners=partners))
+        found.append(_Workload(name, step, (sizes, mining), of_mining, beside, natives))
+    return found
 
 
 def _of(cost: Callable[..., Cost]) -> Callable[[int], Cost]:

@@ -18,7 +18,7 @@ from itm_fast import Fragments, reference
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.workloads import Sizes
 
-__all__ = ["PATCH_SIZES", "long_accuracy", "make_long_scores", "make_matching_step", "make_ranks"]
+__all__ = ["PATCH_SIZES", "long_accuracy", "make_long_scores", "make_long_step", "make_matching_step", "make_ranks"]
 
 # Pictures of 14 x 14 and 24 x 24 patches, with short and long captions.
 PATCH_SIZES = tuple(PatchSizes(64, 512, patches, tokens) for patches in (196, 576) for tokens in (32, 64))
@@ -44,6 +44,12 @@ def make_matching_step(variant: str, sizes: Sizes, small: bool = False) -> Calla
 def make_long_scores(variant: str, sizes: PatchSizes, small: bool = False) -> Callable[[], Tensor]:
     """Scores of all pairs without gradient, of pictures with many patches."""
     return long_sets.make_call(variant, "scores", sizes, small)
+
+
+def make_long_step(variant: str, sizes: PatchSizes, small: bool = False) -> Callable[[], tuple[Tensor, ...]]:
+    """A training step with hardest negatives, of pictures with many patches."""
+    step: Callable[[], tuple[Tensor, ...]] = long_sets.make_call(variant, "step", sizes, small)
+    return step
 
 
 def long_accuracy(variant: str, sizes: PatchSizes) -> dict[str, float]:

@@ -279,17 +279,25 @@ def loss(batch: int, kernel: str = LOSS) -> Work:
     return Work(cost, (Launch(kernel, {"scan": strips, "gradient": strips}),))
 
 
-def backward(batch: int, dim: int = costs.DIM) -> Work:
-    """The backward of a loss over hardest negatives, three pairs for each anchor."""
-    return Work(costs.backward(batch, dim), listed_pairs(3 * batch, dim))
+def backward(batch: int, dim: int = costs.DIM, words: float = WORDS, regions: int = REGIONS) -> Work:
+    """The backward of a loss over hardest negatives, three pairs for each anchor.
+
+    Two products of a pair have a float32 matrix of contexts by contexts: the attention with the Gram matrix, and the
+    terms of M. They take as many instructions per HMMA as the gradient of the contexts, whose coefficients have two
+    parts.
+    """
+    (lists,) = listed_pairs(3 * batch, dim, words, regions)
+    of_matrices = 2 * FLOAT_PRODUCTS / 2 * regions / dim * lists.work["contexts"]
+    work = {**lists.work, "contexts": lists.work["contexts"] + of_matrices}
+    return Work(costs.backward(batch, dim, words, regions=regions), (replace(lists, work=work),))
 
 
-def listed_pairs(pairs: int, dim: int = costs.DIM) -> tuple[Launch, ...]:
+def listed_pairs(pairs: int, dim: int = costs.DIM, words: float = WORDS, regions: int = REGIONS) -> tuple[Launch, ...]:
     """Return the loops that multiply the queries of listed pairs with their contexts, in whole tiles."""
     work: dict[str, dict[str, float]] = {}
     for entry in counts():
         if entry["products"]:
-            queries, contexts = (math.ceil(n / of) * of for n, of in zip((WORDS, REGIONS), entry["tile"], strict=True))
+            queries, contexts = (math.ceil(n / of) * of for n, of in zip((words, regions), entry["tile"], strict=True))
             multiply_adds = entry["products"] * pairs * queries * contexts * dim
             work.setdefault(entry["kernel"], {})[entry["loop"]] = multiply_adds / LANES
     return tuple(Launch(kernel, of_kernel) for kernel, of_kernel in work.items())
@@ -298,6 +306,11 @@ def listed_pairs(pairs: int, dim: int = costs.DIM) -> tuple[Launch, ...]:
 def step(batch: int, dim: int = costs.DIM) -> Work:
     """Scores, hardest-negative loss and the gradients of regions and words."""
     return scores(batch, batch, dim) + loss(batch) + backward(batch, dim)
+
+
+def long_step(batch: int, patches: int, words: int, dim: int) -> Work:
+    """The same if images have more patches than a tile."""
+    return long_scores(batch, batch, patches, words, dim) + loss(batch) + backward(batch, dim, words, patches)
 
 
 def matching_step(batch: int, dim: int = costs.DIM) -> Work:
@@ -334,18 +347,20 @@ def regulated_scores(images: int, captions: int, dim: int = costs.DIM, width: in
     return Work(costs.regulated_scores(images, captions, dim), (prepared, Launch(REGULATED, work, pairs)))
 
 
-def regulated_step(batch: int, dim: int = costs.DIM) -> Work:
-    """RCAR's scores, the loss, and the backward: three captions for each image, whose words fill tiles of 16 rows.
+def regulated_step(batch: int, dim: int = costs.DIM, partners: int = 3) -> Work:
+    """RCAR's scores, a loss, and the backward, which recomputes `partners` captions for each image.
 
-    Weights and contexts get their gradients from sums of rows, everything else from products.
+    With hardest negatives their words fill tiles of 16 rows, with all negatives whole tiles. Weights and contexts get
+    their gradients from sums of rows, everything else from products.
     """
     forward = regulated_scores(batch, batch, dim) + loss(batch)
-    cost = costs.regulated_step(batch, dim)
-    words = 3 * WORDS
+    cost = costs.regulated_step(batch, dim, partners=partners)
+    words = partners * WORDS
     of_pass = (cost.tensor - forward.cost.tensor) / 3 * (math.ceil(words / 16) * 16 / words)
     hmma = FLOAT_PRODUCTS * of_pass / (2 * 16 * 8 * 16)
     work = {"product": 2 * hmma, "sum of rows": hmma}
-    return Work(cost, (*forward.counted, Launch(DIFFERENTIATED, work, batch)))
+    tiles = batch * math.ceil(words / costs.TILE_REGIONS)
+    return Work(cost, (*forward.counted, Launch(DIFFERENTIATED, work, tiles)))
 
 
 def ranks(images: int, captions: int) -> Work:

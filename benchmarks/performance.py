@@ -59,6 +59,12 @@ def _long_scores(patches: int) -> Workload:
     return Workload(f"scores, {sets}", work, f"long scores 64 x {patches}")
 
 
+def _long_step(patches: int) -> Workload:
+    sets = f"64 x 64 sets of 64 x {patches} rows, d = 512"
+    work = kernels.long_step(64, patches, words=64, dim=512)
+    return Workload(f"hardest-negative step, {sets}", work, f"long step 64 x {patches}")
+
+
 STEPS_OF_EPOCH = costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
 WORKLOADS = (
     Workload("scores, 128 x 128", kernels.scores(128, 128), "scores 128"),
@@ -67,9 +73,13 @@ WORKLOADS = (
     Workload("hardest-negative step, separate calls, B = 128", kernels.step(128), "step 128"),
     Workload("hardest-negative step, `matching_loss`, B = 128", kernels.matching_step(128), "matching step 128"),
     Workload("step over all negatives, B = 128", dense_costs.step(128), "step all 128"),
+    *map(_long_step, (196, 576)),
     Workload("RCAR scores, 128 x 128", kernels.regulated_scores(128, 128), "regulated scores 128"),
     Workload("RCAR scores, 1024 x 1024", kernels.regulated_scores(1024, 1024), "regulated scores 1024"),
     Workload("RCAR hardest-negative step, B = 128", kernels.regulated_step(128), "regulated step 128"),
+    Workload(
+        "RCAR step over all negatives, B = 128", kernels.regulated_step(128, partners=128), "regulated step all 128"
+    ),
     *(workload for sizes in MAXSIM_SIZES for workload in _maxsim(sizes)),
     *(
         Workload(f"triplet loss and gradient, B = {batch}", kernels.loss(batch), f"loss hardest {batch}")
@@ -190,6 +200,7 @@ def _consequences() -> str:
         f"H200 they take {seconds(encoding)} per step, and the scores, the loss and their gradients "
         f"{seconds(predict(step, 'H200').seconds)}.\n"
         f"{_all_negatives()}\n"
+        f"{_long_epilogue('H200')}\n"
         f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
     )
 
@@ -213,6 +224,26 @@ def _all_negatives() -> str:
         f"counted. With these alone, blocks take {', '.join(products)}.\n"
         "- In blocks, products with Gram matrices and the terms of M are on the ordinary units. In two bfloat16 parts "
         f"on tensor cores they would save at most {', '.join(shares)} of the backward, less the time to split float32."
+    )
+
+
+def _long_epilogue(name: str) -> str:
+    """Name the instructions beside the products of sets that are longer than a tile."""
+    launch = next(one for one in kernels.long_scores(64, 64, 196, 64, 512).counted if one.kernel == kernels.LONG_SCORES)
+    issued = {
+        loop: kernels.counts_of(launch.kernel, loop, name)["instructions"] * units
+        for loop, units in launch.work.items()
+    }
+    loops = ("norms", "raw scores", "attention", "statistics")
+    cells = launch.work["norms"]
+    parts = ", ".join(f"{loop} {issued[loop] / cells:.0f}" for loop in loops)
+    of_epilogue = sum(issued[loop] for loop in loops)
+    busy = kernels.times(launch, name)
+    return (
+        f"- Scores with 196 patches keep the issue slots of an {name} busy for {seconds(busy['issue slots'])}, its "
+        f"tensor cores for {seconds(busy['tensor cores'])}. For 32 raw scores a warp issues "
+        f"{of_epilogue / cells:.0f} instructions beside the products ({parts}), "
+        f"{100 * of_epilogue / sum(issued.values()):.0f} % of all."
     )
 
 

@@ -54,12 +54,16 @@ def make_regulated_scores(variant: str, sizes: Sizes, small: bool = False) -> Ca
     return workloads.without_gradient(SCORES[variant], *_sides(variant, sizes, small), parameters(sizes))
 
 
-def make_regulated_step(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], tuple[Tensor, ...]]:
-    """Scores, hardest-negative loss and backward to the gradients of words, regions and every weight."""
+def make_regulated_step(
+    variant: str, sizes: Sizes, mining: str = "hardest", small: bool = False
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Scores, triplet loss and backward to the gradients of words, regions and every weight."""
     weights = parameters(sizes)
-    return workloads.step_of(
-        variant, lambda w, r: SCORES[variant](w, r, weights), _sides(variant, sizes, small), weights.tensors()
-    )
+
+    def score(words: Fragments, regions: Fragments) -> Tensor:
+        return SCORES[variant](words, regions, weights)
+
+    return workloads.step_of(variant, score, _sides(variant, sizes, small), weights.tensors(), mining)
 
 
 def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:

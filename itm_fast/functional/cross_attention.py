@@ -76,8 +76,8 @@ def cross_attention_scores(
     zeros, such as padding, receives no gradient. On CUDA, a batch with a pair of
     more than about 500,000 raw scores runs in plain PyTorch if a gradient is wanted; if `max_length` is unknown, the
     gradients of these two sets are NaN instead. Pass `max_length` if a few sets are long: those
-    of more than 112 contexts or 128 queries then use tensor cores. Without it they do so only if the average set is
-    that long.
+    of more than 112 contexts or 128 queries then use tensor cores, up to 640 contexts and 512 queries. Without it they
+    do so only if the average set is that long. Longer sets are scored on the ordinary units, which takes longer.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.

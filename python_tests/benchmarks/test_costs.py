@@ -47,6 +47,9 @@ def test_a_step_adds_loss_and_backward() -> None:
     assert loss == Cost(other=64, bytes=128, launches=1)
     # Preparation and pairs; loss value and gradient; scaling of that gradient, lists, pairs with their sums.
     assert step.launches == 2 + 1 + 3
+    long = costs.step(4, dim=10, words=5, regions=200)
+    of_pairs = 12 * 2 * ((1 + 2 * 2) * 200 * 5 * 10 + 2 * 6 * 200 * 200 * 5)
+    assert long.tensor - costs.scores(4, 4, 10, 5, regions=200).tensor == of_pairs + 4 * 2 * 3 * 200 * 200 * 10
     # Preparation; pairs, loss value and gradient.
     assert costs.matching_step(4, dim=10, words=5) == replace(step, launches=2 + 3)
 
@@ -107,6 +110,8 @@ def test_rcar_is_counted_as_by_hand() -> None:
     assert step.tensor - scores.tensor == pytest.approx(3 * again.tensor)
     assert step.other - scores.other - loss.other == pytest.approx(3 * again.other)
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16 + 8 * weights
+    of_all = costs.regulated_step(4, 10, 5, 2, 6, partners=4)
+    assert of_all.tensor - scores.tensor == pytest.approx(4 * again.tensor)
     # Preparation and pairs; loss value and gradient; gradient of the scores, preparation and pairs.
     assert step.launches == costs.regulated_step(1024).launches == 2 + 1 + 3
 
@@ -221,6 +226,13 @@ def test_the_page_lists_what_keeps_each_unit_busy() -> None:
     kernels_of = [line.split("`")[1] for line in part.splitlines()[2:]]
     assert kernels_of[:2] == ["score_tile", "prepare_scores"]
     assert {"regulate_tiles", "triplet_with_gradient", "count_ranks"} < set(kernels_of)
+    found = re.search(r"busy for (\S+ .s), its tensor cores for (\S+ .s)\. .* issues (\d+) instructions", tables([]))
+    _, launch = kernels.long_scores(64, 64, 196, 64, 512).counted
+    busy = kernels.times(launch, "H200")
+    epilogue = [kernels.counts_of(launch.kernel, loop, "H200")["instructions"] for loop in ("norms", "raw scores")]
+    assert found is not None
+    assert found.groups()[:2] == (seconds(busy["issue slots"]), seconds(busy["tensor cores"]))
+    assert int(found[3]) > sum(epilogue)
     busy = kernels.times(kernels.scores(128, 128).counted[1], "H200")
     cells = [cell.strip() for cell in part.splitlines()[2].strip("|").split("|")]
     assert cells[2:] == [seconds(busy[unit]) for unit in ("tensor cores", "issue slots", "shared memory", "L2 cache")]

@@ -106,7 +106,7 @@ def dry_run(**options: Any) -> dict[str, Any]:
 def test_a_run_holds_rates_of_the_cost_model() -> None:
     saved: list[int] = []
     results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
-    assert saved == [*range(1, 17), 16]
+    assert saved == [*range(1, 19), 18]
     found = results["workloads"]["scores 4"]
     assert found["cost"] == asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
@@ -129,10 +129,15 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     long = results["workloads"]["long scores 3 x 7"]
     assert long["cost"] == asdict(costs.scores(4, 4, 16, words=3, regions=7))
     assert long["variants"]["native"]["accuracy"]["max_score_error"] < 1e-6
+    of_long = results["workloads"]["long step 3 x 7"]
+    assert of_long["cost"] == asdict(costs.step(4, 16, words=3, regions=7))
+    assert list(of_long["variants"])[:3] == ["packed", "packed bf16", "native"]
     of_rcar = results["workloads"]["regulated scores 4"]
     assert of_rcar["cost"] == asdict(costs.regulated_scores(4, 4, 16))
     assert of_rcar["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
     assert results["workloads"]["regulated step 4"]["cost"] == asdict(costs.regulated_step(4, 16))
+    of_all_negatives = results["workloads"]["regulated step all 4"]["cost"]
+    assert of_all_negatives == asdict(costs.regulated_step(4, 16, partners=4))
     of_maxsim, of_step = (results["workloads"][f"maxsim {name} 3 x 5"] for name in ("scores", "step"))
     (sizes,) = DRY.maxsim
     assert of_maxsim["cost"] == asdict(maxsim_costs.scores_cost(sizes))
@@ -159,7 +164,7 @@ def test_a_full_run_measures_every_line_of_the_predictions() -> None:
     assert len(set(names)) == len(names)
     assert {workload.measured_as for workload in WORKLOADS} <= set(names)
     for tokens, patches in itertools.product((32, 64), (196, 576)):
-        assert f"long scores {tokens} x {patches}" in names
+        assert {f"long {what} {tokens} x {patches}" for what in ("scores", "step")} <= set(names)
 
 
 @pytest.mark.parametrize("variant", ["native", "native high", "native bf16"])
@@ -180,12 +185,13 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     scores = ["cross_attention_scores"]
     backward = ["cross_attention_scores_backward"]
     regulated = {"regulated scores 4": ["regulated_scores"]}
-    regulated["regulated step 4"] = ["regulated_scores", "regulated_scores_backward"]
+    for name in ("regulated step 4", "regulated step all 4"):
+        regulated[name] = ["regulated_scores", "regulated_scores_backward"]
     regulated["maxsim scores 3 x 5"] = ["maxsim_scores"]
     regulated["maxsim step 3 x 5"] = ["maxsim_scores", "maxsim_scores_backward"]
     of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
     of_scores |= {"step all 4": scores + backward, "matching step 4": ["matching_loss", *backward]}
-    of_scores["long scores 3 x 7"] = scores
+    of_scores |= {"long scores 3 x 7": scores, "long step 3 x 7": scores + backward}
     boosting = {f"boosting {mining} 8": ["boosting_loss", "boosting_loss_backward"] for mining in ("hardest", "all")}
     assert results["not_built"] == of_scores | regulated | boosting
     assert list(results["workloads"]["step 4"]["variants"]) == ["loop", "packed", "packed bf16"]
@@ -214,8 +220,8 @@ def test_a_variant_that_fails_is_written_down_and_the_others_are_measured(monkey
 def test_what_the_limit_leaves_out_is_listed() -> None:
     results = dry_run(limit_s=-1.0)
     assert results["workloads"] == {}
-    names = ["scores 4", "step 4", "matching step 4", "step all 4", "long scores 3 x 7"]
-    names += ["regulated scores 4", "regulated step 4"]
+    names = ["scores 4", "step 4", "matching step 4", "step all 4", "long scores 3 x 7", "long step 3 x 7"]
+    names += ["regulated scores 4", "regulated step 4", "regulated step all 4"]
     names += ["maxsim scores 3 x 5", "maxsim step 3 x 5", "loss hardest 8", "loss all 8"]
     names += ["loss selective 8", "boosting hardest 8", "boosting all 8", "ranks 2 x 10", "evaluation 2 x 10"]
     assert results["not_run"] == names

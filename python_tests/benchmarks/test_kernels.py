@@ -141,8 +141,12 @@ def test_the_backward_multiplies_what_the_cost_model_counts(monkeypatch: pytest.
     found = kernels.backward(128)
     multiply_adds = 32 * sum(sum(launch.work.values()) for launch in found.counted)
     assert multiply_adds > costs.BACKWARD_PRODUCTS * 3 * 128 * 36 * 13 * 1024
+    # Beside products of rows: the attention times the Gram matrix and M of three pairs, in six parts instead of two.
+    (launch,), (of_rows,) = found.counted, kernels.listed_pairs(3 * 128)
+    assert launch.work["contexts"] - of_rows.work["contexts"] == pytest.approx(2 * 3 * 3 * 128 * 16 * 48 * 36 / 32)
+    assert {**launch.work, "contexts": 0} == {**of_rows.work, "contexts": 0}
     set_counts(monkeypatch, products=2.0)
-    (launch,) = kernels.backward(1, dim=10).counted
+    (launch,) = kernels.listed_pairs(3, dim=10)
     # Tiles of 16 queries and 5 contexts: 16 for 13 words, 40 for 36 regions.
     assert (launch.kernel, launch.work["run"]) == ("work<float>", 2 * 3 * 16 * 40 * 10 / 32)
 
@@ -153,6 +157,8 @@ def test_every_workload_takes_longer_than_its_floors(device: str) -> None:
         kernels.scores(128, 128), kernels.step(128), kernels.loss(4096), kernels.loss(4096, kernels.BOOSTING),
         kernels.ranks(5000, 25000), kernels.regulated_scores(128, 128), kernels.regulated_step(128),
         kernels.encoders(128), kernels.evaluation(5000, 25000), kernels.long_scores(64, 64, 576, 64, 512),
+        kernels.long_step(64, 196, 64, 512), kernels.long_step(64, 576, 64, 512),
+        kernels.regulated_step(128, partners=128),
     ):  # fmt: skip
         assert predict(work, device).seconds >= max(costs.floors(work.cost, costs.DEVICES[device]))
     assert predict(kernels.step(128), device).bound in kernels.BOUNDS
