@@ -387,10 +387,10 @@ class TrainConfig:
     )
     domain_margin: float = setting(0.05, group=ADDR, minimum=0, help="Margin alpha of the regularisation.")
     risk_aggregation: str = setting(
-        "sum",
+        "mean",
         group=ADDR,
-        help="Aggregation of a risk over the regions and words of a pair; the paper uses the sum.",
-        choices=("sum", "mean"),
+        help="Aggregation of a risk over the regions and words of a pair. The paper prints the sum, and its recipes take it.",
+        choices=("mean", "sum"),
     )
     alternation: str = setting(
         "epoch",
