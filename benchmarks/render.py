@@ -36,20 +36,22 @@ from benchmarks import (
     search_columns,
     search_engines,
     search_pooling,
+    selhn_gradients,
 )
 from benchmarks.cpu_table import markdown, of_amx, summary
 from benchmarks.experiments.files import Experiment
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
 from benchmarks.experiments.verdicts import as_list, in_short, verdicts_of_papers
-from benchmarks.findings import fdf, selhn_gradients
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PERFORMANCE = ROOT / "docs" / "performance"
-# The pages of results, by the papers' short names.
+# The pages of results by the papers' short names, and the experiments on their claims.
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
+EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
+EXPERIMENTS["rcar"].append("rcar-scenes")
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -109,23 +111,26 @@ def rival_packages() -> str:
 
 def claims() -> str:
     """Render the verdicts on the claims of the five papers."""
-    return verdicts_of_papers({paper: (f"{name}.md", *claimed(name)) for paper, name in PAPERS.items()})
+    return verdicts_of_papers({paper: (f"{name}.md", claimed(name)) for paper, name in PAPERS.items()})
 
 
-def claimed(name: str) -> tuple[Experiment, Path]:
-    """Return the experiment on a paper's claims, and the folder of its results."""
-    results = RESULTS / "experiments" / f"{name}-claims"
-    return with_winners(read(ROOT / "benchmarks" / "experiments" / f"{name}-claims.yaml"), results), results
+def claimed(name: str) -> list[tuple[Experiment, Path]]:
+    """Return the experiments on a paper's claims, with the folders of their results."""
+    found = []
+    for experiment in EXPERIMENTS[name]:
+        results = RESULTS / "experiments" / experiment
+        found.append((with_winners(read(ROOT / "benchmarks" / "experiments" / f"{experiment}.yaml"), results), results))
+    return found
 
 
 def verdict(name: str) -> Callable[[], str]:
     """Return the renderer of the verdicts on a paper's claims in short."""
-    return lambda: in_short(*claimed(name))
+    return lambda: in_short(claimed(name))
 
 
 def findings(name: str) -> Callable[[], str]:
     """Return the renderer of the verdicts on a paper's claims, with figures."""
-    return lambda: as_list(*claimed(name))
+    return lambda: as_list(claimed(name))
 
 
 def scaled() -> str:
@@ -181,18 +186,14 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "verdict": verdict("fdf"),
         "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}"),
     },
-    PERFORMANCE / "results" / "selhn.md": {"verdict": verdict("selhn"), "gradients": selhn_gradients},
+    PERFORMANCE / "results" / "selhn.md": {"verdict": verdict("selhn"), "gradients": selhn_gradients.markdown},
     PERFORMANCE / "results" / "vision.md": {
         "laps_encoders": measured(
             "laps_encoders", laps_steps.markdown, "python -m benchmarks.laps --encoders --json {}"
         )
     },
     PERFORMANCE / "scaling.md": {"scaling": scaled},
-    ROOT / "docs" / "methods" / "rcar.md": {"findings": findings("rcar")},
-    ROOT / "docs" / "methods" / "selhn.md": {"findings": findings("selhn")},
-    ROOT / "docs" / "methods" / "dbl.md": {"findings": findings("dbl")},
-    ROOT / "docs" / "methods" / "addr.md": {"findings": findings("addr")},
-    ROOT / "docs" / "methods" / "fdf.md": {"findings": fdf},
+    **{ROOT / "docs" / "methods" / f"{name}.md": {"findings": findings(name)} for name in PAPERS.values()},
 }
 
 

@@ -39,39 +39,49 @@ def verdicts(experiment: Experiment, results: Path) -> list[str]:
     return [*lines, "", "A claim holds or fails if the interval of the difference excludes 0; else it is open."]
 
 
-def verdicts_of_papers(papers: Mapping[str, tuple[str, Experiment, Path]]) -> str:
+# Experiments with the folders of their results.
+Measured = Sequence[tuple[Experiment, Path]]
+
+
+def verdicts_of_papers(papers: Mapping[str, tuple[str, Measured]]) -> str:
     """Render one table of the claims of several papers.
 
     Args:
-        papers: by the name of each paper the address of its page, its experiment and the folder of its results.
+        papers: by the name of each paper the address of its page, and its experiments.
     """
     heads = ["paper", "claim", "by", "seeds", "paired difference", "95 % interval", "verdict"]
     lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | ---: | ---: | ---: | --- |"]
-    for paper, (page, experiment, results) in papers.items():
-        for claim in experiment.claims:
-            cells = [f"[{paper}]({page})", claim.text, MEASURES[claim.of], *_verdict(experiment, claim, results)]
-            lines.append(f"| {' | '.join(cells)} |")
+    for paper, (page, experiments) in papers.items():
+        for claim, verdict in _verdicts(experiments):
+            lines.append(f"| {' | '.join([f'[{paper}]({page})', claim.text, MEASURES[claim.of], *verdict])} |")
     return "\n".join([*lines, ""])
 
 
-def in_short(experiment: Experiment, results: Path) -> str:
+def in_short(experiments: Measured) -> str:
     """Return the claims by their verdicts, in bold words."""
     found: dict[str, list[str]] = {"holds": [], "fails": [], "open": []}
-    for claim in experiment.claims:
-        found[_verdict(experiment, claim, results)[-1].strip("*")].append(claim.text)
+    for claim, verdict in _verdicts(experiments):
+        found[verdict[-1].strip("*")].append(claim.text)
     titles = {"holds": "Holds", "fails": "Fails", "open": "Open"}
     return " ".join(f"**{titles[verdict]}**: {'; '.join(texts)}." for verdict, texts in found.items() if texts) + "\n"
 
 
-def as_list(experiment: Experiment, results: Path) -> str:
+def as_list(experiments: Measured) -> str:
     """Return one item of a list per claim, with the difference, its interval and the number of seeds."""
     lines = []
-    for claim in experiment.claims:
-        seeds, difference, interval, verdict = _verdict(experiment, claim, results)
+    for claim, (seeds, difference, interval, verdict) in _verdicts(experiments):
         known = f" ({interval}; {seeds} seeds)" if seeds not in ("0", "1") else f" ({interval})" if interval else ""
         measure = "" if claim.of == "rsum" else f" {MEASURES[claim.of]}"
         lines.append(f"- **{verdict.strip('*').capitalize()}**: {claim.text}, {difference}{measure}{known}.")
     return "\n".join([*lines, ""])
+
+
+def _verdicts(experiments: Measured) -> list[tuple[Claim, list[str]]]:
+    return [
+        (claim, _verdict(experiment, claim, results))
+        for experiment, results in experiments
+        for claim in experiment.claims
+    ]
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:

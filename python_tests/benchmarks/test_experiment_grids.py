@@ -123,11 +123,11 @@ def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pyt
     assert f"| absurd | {' | '.join(['diverged'] * 7)} |" in table
     assert "| absurd rates help | absurd minus VSE | sum of recalls | 0 | diverged |  | open |" in table
     assert "| two absurd ones |  |  | not run |" in table
-    experiment_and_results = with_winners(read(experiment), tmp_path / "results"), tmp_path / "results"
-    assert in_short(*experiment_and_results) == "**Open**: absurd rates help.\n"
-    assert as_list(*experiment_and_results) == "- **Open**: absurd rates help, diverged.\n"
+    measured_ones = [(with_winners(read(experiment), tmp_path / "results"), tmp_path / "results")]
+    assert in_short(measured_ones) == "**Open**: absurd rates help.\n"
+    assert as_list(measured_ones) == "- **Open**: absurd rates help, diverged.\n"
     row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open |"
-    assert row in verdicts_of_papers({"Paper": ("page.md", *experiment_and_results)}).splitlines()
+    assert row in verdicts_of_papers({"Paper": ("page.md", measured_ones)}).splitlines()
 
 
 def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +138,13 @@ def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     found = {key: {"test": {"rsum": value, "mean_distance": value / 1000}} for key, value in sums.items()}
     monkeypatch.setattr(verdicts, "result_of", lambda _, run, folder: found[run.row, run.seed])
     # Differences 8 and 10; Student's t for two: 9 -+ 12.706.
-    assert as_list(experiment, tmp_path).splitlines() == [
+    lines = [
         "- **Open**: all negatives help, +9.0 (-3.7 to +21.7; 2 seeds).",
         "- **Open**: SCT helps, -0.010 MD (one seed).",
     ]
+    assert as_list([(experiment, tmp_path)]).splitlines() == lines
+    assert as_list([(experiment, tmp_path)] * 2).splitlines() == lines * 2
+    assert in_short([(experiment, tmp_path)] * 2).count("SCT helps") == 2
 
 
 def test_intervals_of_paired_differences() -> None:
