@@ -49,11 +49,14 @@ def verdicts_of_papers(papers: Mapping[str, tuple[str, Measured]]) -> str:
     Args:
         papers: by the name of each paper the address of its page, and its experiments.
     """
-    heads = ["paper", "claim", "by", "seeds", "paired difference", "95 % interval", "verdict"]
-    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | ---: | ---: | ---: | --- |"]
+    heads = ["paper", "claim", "by", "seeds", "paired difference", "95 % interval", "verdict", "CPU time"]
+    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | ---: | ---: | ---: | --- | ---: |"]
     for paper, (page, experiments) in papers.items():
-        for claim, verdict in _verdicts(experiments):
-            lines.append(f"| {' | '.join([f'[{paper}]({page})', claim.text, MEASURES[claim.of], *verdict])} |")
+        for experiment, results in experiments:
+            for claim in experiment.claims:
+                verdict, cost = _verdict(experiment, claim, results), _cost(experiment, claim, results)
+                cells = [f"[{paper}]({page})", claim.text, MEASURES[claim.of], *verdict, cost]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -82,6 +85,15 @@ def _verdicts(experiments: Measured) -> list[tuple[Claim, list[str]]]:
         for experiment, results in experiments
         for claim in experiment.claims
     ]
+
+
+def _cost(experiment: Experiment, claim: Claim, results: Path) -> str:
+    """Return the CPU time of a run, compared with that of the row it is claimed to improve; medians over the seeds."""
+    times = []
+    for row in (claim.row, claim.over):
+        found = [result_of(experiment, run, results) for run in experiment.rows[row]]
+        times.append([result["cpu_seconds"] for result in found if result is not None])
+    return f"{statistics.median(times[0]) / statistics.median(times[1]):.1f}x" if all(times) else ""
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
