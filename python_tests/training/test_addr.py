@@ -32,7 +32,7 @@ GAMMA, ALPHA, BETA = 0.6, 0.1, 0.3
 def trainer_of(data: Path, out: Path, **changes: object) -> Trainer:
     settings = {
         "scenario": "addr", "model": "dbl", "model_options": RESIDUAL, "beta1": 0.5, "regularization_weight": GAMMA,
-        "domain_margin": ALPHA, "adversarial_weight": BETA,
+        "domain_margin": ALPHA, "adversarial_weight": BETA, "risk_aggregation": "sum",
     }  # fmt: skip
     return make_trainer(config(data, out, **{**settings, **changes}))
 
@@ -362,8 +362,9 @@ def test_models_yield_what_enters_their_similarity(name: str) -> None:
 
 
 def test_risks_start_at_log_2_a_fragment(data: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(data, tmp_path)
-    batch = trainer.train_data.batch(CAPTIONS)
-    fragments = batch.features.shape[1] + batch.lengths.double().mean()
-    output = trainer.stepper(batch, "hardest", 1)
-    assert output["domain_risk"] == pytest.approx(float(fragments) * math.log(2), rel=1e-5)
+    for name, aggregation in (("sum", {}), ("mean", {"risk_aggregation": "mean"})):
+        trainer = trainer_of(data, tmp_path / name, **aggregation)
+        batch = trainer.train_data.batch(CAPTIONS)
+        fragments = float(batch.features.shape[1] + batch.lengths.double().mean()) if name == "sum" else 1.0
+        output = trainer.stepper(batch, "hardest", 1)
+        assert output["domain_risk"] == pytest.approx(fragments * math.log(2), rel=1e-5)
