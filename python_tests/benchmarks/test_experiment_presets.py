@@ -20,7 +20,9 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 # Lists that have not been run: they have no page and no results.
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
-COMPLETE = ["addr-claims", "dbl-claims", "fdf", "rcar-claims", "selhn-claims", "selhn-models", "vision"]
+COMPLETE = [
+    "addr-claims", "dbl-claims", "fdf-claims", "rcar-claims", "rcar-scenes", "selhn-claims", "selhn-models", "vision",
+]  # fmt: skip
 
 
 def preset(name: str) -> Path:
