@@ -92,7 +92,8 @@ def _cost(experiment: Experiment, claim: Claim, results: Path) -> str:
     times = []
     for row in (claim.row, claim.over):
         found = [result_of(experiment, run, results) for run in experiment.rows[row]]
-        times.append([result["cpu_seconds"] for result in found if result is not None])
+        # A run that was interrupted has no time.
+        times.append([result["cpu_seconds"] for result in found if result is not None and result["cpu_seconds"]])
     return f"{statistics.median(times[0]) / statistics.median(times[1]):.1f}x" if all(times) else ""
 
 
