@@ -389,7 +389,7 @@ class TrainConfig:
     risk_aggregation: str = setting(
         "mean",
         group=ADDR,
-        help="Aggregation of a risk over the regions and words of a pair. The paper prints the sum; recipes take it.",
+        help="Aggregation of a risk over the regions and words of a pair. The paper prints the sum, and its recipes take it.",
         choices=("mean", "sum"),
     )
     alternation: str = setting(
