@@ -17,7 +17,6 @@ from itm_fast import config as settings
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.files.messages import shown
 from itm_fast.training import TrainConfig, recipes
-from itm_fast.training.loss_rules import without_idle
 
 __all__ = ["ANCHOR", "result_of", "weights_of", "with_winners"]
 
@@ -53,9 +52,8 @@ def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any]
 
 
 def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Give settings that are newer than the file, or without effect, their defaults, also in those of the anchor."""
+    """Add settings that are newer than the file, with their defaults, also to those of the anchor."""
     train = settings.with_present_names(TrainConfig, identity["train"], quiet=True)
-    train = without_idle(train, {name: train.get(name) for name in ("scenario", "conversions")})
     found = {**identity, "train": {**kept_settings(TrainConfig(data="", out="")), **train}}
     anchor = identity.get("anchor")
     return {**found, "anchor": _with_defaults(anchor)} if isinstance(anchor, dict) and "train" in anchor else found

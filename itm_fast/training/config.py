@@ -387,10 +387,10 @@ class TrainConfig:
     )
     domain_margin: float = setting(0.05, group=ADDR, minimum=0, help="Margin alpha of the regularisation.")
     risk_aggregation: str = setting(
-        "mean",
+        "sum",
         group=ADDR,
-        help="Aggregation of a risk over the regions and words of a pair. The paper prints the sum, and its recipes take it.",
-        choices=("mean", "sum"),
+        help="Aggregation of a risk over the regions and words of a pair; the paper uses the sum.",
+        choices=("sum", "mean"),
     )
     alternation: str = setting(
         "epoch",

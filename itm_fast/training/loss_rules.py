@@ -152,8 +152,6 @@ def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
         idle |= {name for name in _OF_LOSS if not _takes(loss, name) and not (with_margin and name == "margin")}
     if given.get("conversions") == 1:
         idle.add("other_batches")
-    if "conversions" in given and given["conversions"] is None:
-        idle |= set(_OF_CONVERSIONS)
     rules = (*_DEPENDENT, *_OF_REALIGNMENT)
     idle |= {name for name, other, values in rules if other in asked and asked[other] not in values}
     return {name: value for name, value in recipe.items() if name not in idle - given.keys()}
