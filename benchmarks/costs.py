@@ -141,12 +141,13 @@ def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = EL
 
     On tensor cores, a pair of K regions and n words needs its scores, `K n dim` multiply-adds, and the sums of both
     gradients, `2 K n dim`. An image needs its Gram matrix and one more sum, `K K dim` each. Sums count twice: their
-    float32 coefficients have two parts of bfloat16. Two products of `K K n` float32 numbers for each pair count six
-    times. Three launches: the one that scales the stored gradient of the loss (it returns at once if the incoming one
-    is 1), lists, and pairs with their sums.
+    float32 coefficients have two parts of bfloat16. Two products of `K K n` float32 numbers for each pair count six and
+    three times: the attention times the Gram matrix has three parts, the terms of M have two. Three launches: the one
+    that scales the stored gradient of the loss (it returns at once if the incoming one is 1), lists, and pairs with
+    their sums.
     """
     pairs, rows = 3 * batch, batch * (regions + words)
-    of_pairs = 5 * regions * words * dim + 6 * 2 * regions**2 * words
+    of_pairs = 5 * regions * words * dim + (6 + 3) * regions**2 * words
     products = 2 * (pairs * of_pairs + 3 * batch * regions**2 * dim)
     epilogue = 2 * pairs * words * SOFTMAX_OPERATIONS * regions
     moved = 2 * element * rows * dim + 4 * batch**2

@@ -42,6 +42,8 @@ LONG_SCORES = "score_long_tiles<BFloat16, 1,"
 REGULATED, PREPARED_REGULATION = "regulate_tiles<BFloat16, 1,", "prepare_regulation<BFloat16,"
 RANKS = "count_ranks<float, ScoreTile<8, 8, 4>>"
 DIFFERENTIATED = "differentiate_regulation<"
+# Rows whose steps fit the workspace of its backward: 130 million numbers, 23,000 a row (d = 1024, m = 256).
+KEPT_ROWS = 130_000_000 // 23_000
 # Products of bfloat16 parts for one product of float32 numbers.
 FLOAT_PRODUCTS = 6
 LOSS = "triplet_with_gradient<TripletProblem<float>, ScoreTile<8, 8, 4>>"
@@ -282,13 +284,16 @@ def loss(batch: int, kernel: str = LOSS) -> Work:
 def backward(batch: int, dim: int = costs.DIM, words: float = WORDS, regions: int = REGIONS) -> Work:
     """The backward of a loss over hardest negatives, three pairs for each anchor.
 
-    Two products of a pair have a float32 matrix of contexts by contexts: the attention with the Gram matrix, and the
-    terms of M. They take as many instructions per HMMA as the gradient of the contexts, whose coefficients have two
-    parts.
+    Two products of a pair have a float32 matrix of contexts by contexts: the attention with the Gram matrix in six
+    products, and the terms of M in three. They take as many instructions per HMMA as the gradient of the contexts,
+    whose coefficients have two parts, and so does one more sum for each image, M X. A Gram matrix takes the loop of raw
+    scores.
     """
     (lists,) = listed_pairs(3 * batch, dim, words, regions)
-    of_matrices = 2 * FLOAT_PRODUCTS / 2 * regions / dim * lists.work["contexts"]
-    work = {**lists.work, "contexts": lists.work["contexts"] + of_matrices}
+    (squares,) = listed_pairs(batch, dim, regions, regions)
+    of_matrices = (FLOAT_PRODUCTS + 3) / 2 * regions / dim * lists.work["contexts"]
+    more = {"contexts": of_matrices + squares.work["contexts"], "raw scores": squares.work["raw scores"]}
+    work = {loop: units + more.get(loop, 0.0) for loop, units in lists.work.items()}
     return Work(costs.backward(batch, dim, words, regions=regions), (replace(lists, work=work),))
 
 
@@ -358,9 +363,11 @@ def regulated_step(batch: int, dim: int = costs.DIM, partners: int = 3) -> Work:
     words = partners * WORDS
     of_pass = (cost.tensor - forward.cost.tensor) / 3 * (math.ceil(words / 16) * 16 / words)
     hmma = FLOAT_PRODUCTS * of_pass / (2 * 16 * 8 * 16)
-    work = {"product": 2 * hmma, "sum of rows": hmma}
+    # As many tiles at a time as the workspace has room for, with barriers before and after the sums.
     tiles = batch * math.ceil(words / costs.TILE_REGIONS)
-    return Work(cost, (*forward.counted, Launch(DIFFERENTIATED, work, tiles)))
+    chunks = math.ceil(words * batch / KEPT_ROWS)
+    of_tiles = Launch(DIFFERENTIATED, {"product": 2 * hmma / chunks}, math.ceil(tiles / chunks), chunks)
+    return Work(cost, (*forward.counted, of_tiles, Launch(DIFFERENTIATED, {"sum of rows": hmma})))
 
 
 def ranks(images: int, captions: int) -> Work:

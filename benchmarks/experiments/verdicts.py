@@ -62,11 +62,12 @@ def verdicts_of_papers(papers: Mapping[str, tuple[str, Measured]]) -> str:
 
 def in_short(experiments: Measured) -> str:
     """Return the claims by their verdicts, in bold words."""
-    found: dict[str, list[str]] = {"holds": [], "fails": [], "open": []}
+    found: dict[str, list[str]] = {"holds": [], "fails": [], "open": [], "not run": []}
     for claim, verdict in _verdicts(experiments):
         found[verdict[-1].strip("*")].append(claim.text)
-    titles = {"holds": "Holds", "fails": "Fails", "open": "Open"}
-    return " ".join(f"**{titles[verdict]}**: {'; '.join(texts)}." for verdict, texts in found.items() if texts) + "\n"
+    return (
+        " ".join(f"**{verdict.capitalize()}**: {'; '.join(texts)}." for verdict, texts in found.items() if texts) + "\n"
+    )
 
 
 def as_list(experiments: Measured) -> str:
@@ -107,7 +108,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
             missing = "diverged"
     seeds = sorted(set(values[0]) & set(values[1]))
     if not seeds:
-        return ["0", missing, "", "open"]
+        return ["0", missing, "", "not run" if missing == "not run" else "open"]
     differences = [values[0][seed] - values[1][seed] for seed in seeds]
     digits = 3 if claim.of == "mean_distance" else 1
     shown = f"{statistics.mean(differences):+.{digits}f}"

@@ -37,8 +37,8 @@ def test_scores_are_counted_as_by_hand() -> None:
 
 def test_a_step_adds_loss_and_backward() -> None:
     step, scores, loss = costs.step(4, dim=10, words=5), costs.scores(4, 4, 10, 5), costs.loss(4)
-    # Twelve pairs: scores and two sums of two parts, 36 x 5 x 10 each, and two products of 36 x 36 x 5 in six parts.
-    of_pairs = 12 * 2 * ((1 + 2 * 2) * 36 * 5 * 10 + 2 * 6 * 36 * 36 * 5)
+    # Twelve pairs: scores and two sums of two parts, 36 x 5 x 10 each; products of 36 x 36 x 5, six and three times.
+    of_pairs = 12 * 2 * ((1 + 2 * 2) * 36 * 5 * 10 + (6 + 3) * 36 * 36 * 5)
     # Four images: the Gram matrix, and a sum of two parts.
     assert step.tensor - scores.tensor == of_pairs + 4 * 2 * (1 + 2) * 36 * 36 * 10
     # The softmax forward and backward.
@@ -48,7 +48,7 @@ def test_a_step_adds_loss_and_backward() -> None:
     # Preparation and pairs; loss value and gradient; scaling of that gradient, lists, pairs with their sums.
     assert step.launches == 2 + 1 + 3
     long = costs.step(4, dim=10, words=5, regions=200)
-    of_pairs = 12 * 2 * ((1 + 2 * 2) * 200 * 5 * 10 + 2 * 6 * 200 * 200 * 5)
+    of_pairs = 12 * 2 * ((1 + 2 * 2) * 200 * 5 * 10 + (6 + 3) * 200 * 200 * 5)
     assert long.tensor - costs.scores(4, 4, 10, 5, regions=200).tensor == of_pairs + 4 * 2 * 3 * 200 * 200 * 10
     # Preparation; pairs, loss value and gradient.
     assert costs.matching_step(4, dim=10, words=5) == replace(step, launches=2 + 3)
@@ -226,13 +226,19 @@ def test_the_page_lists_what_keeps_each_unit_busy() -> None:
     kernels_of = [line.split("`")[1] for line in part.splitlines()[2:]]
     assert kernels_of[:2] == ["score_tile", "prepare_scores"]
     assert {"regulate_tiles", "triplet_with_gradient", "count_ranks"} < set(kernels_of)
-    found = re.search(r"busy for (\S+ .s), its tensor cores for (\S+ .s)\. .* issues (\d+) instructions", tables([]))
     _, launch = kernels.long_scores(64, 64, 196, 64, 512).counted
     busy = kernels.times(launch, "H200")
-    epilogue = [kernels.counts_of(launch.kernel, loop, "H200")["instructions"] for loop in ("norms", "raw scores")]
-    assert found is not None
-    assert found.groups()[:2] == (seconds(busy["issue slots"]), seconds(busy["tensor cores"]))
-    assert int(found[3]) > sum(epilogue)
+    loops = ("norms", "raw scores", "attention", "statistics")
+    issued = {loop: kernels.counts_of(launch.kernel, loop, "H200")["instructions"] for loop in launch.work}
+    epilogue = sum(issued[loop] for loop in loops)
+    everything = sum(issued[loop] * units for loop, units in launch.work.items())
+    # 64 x 64 pairs of 64 x 196 raw scores, 32 by an instruction of a warp.
+    share = 100 * epilogue * 64 * 64 * 64 * 196 / 32 / everything
+    assert (
+        f"busy for {seconds(busy['issue slots'])}, its tensor cores for {seconds(busy['tensor cores'])}. For 32 raw "
+        f"scores a warp issues {epilogue:.0f} instructions beside the products "
+        f"({', '.join(f'{loop} {issued[loop]:.0f}' for loop in loops)}), {share:.0f} % of all."
+    ) in tables([])
     busy = kernels.times(kernels.scores(128, 128).counted[1], "H200")
     cells = [cell.strip() for cell in part.splitlines()[2].strip("|").split("|")]
     assert cells[2:] == [seconds(busy[unit]) for unit in ("tensor cores", "issue slots", "shared memory", "L2 cache")]

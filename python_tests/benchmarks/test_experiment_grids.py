@@ -126,8 +126,8 @@ def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pyt
     measured_ones = [(with_winners(read(experiment), tmp_path / "results"), tmp_path / "results")]
     assert in_short(measured_ones) == "**Open**: absurd rates help.\n"
     assert as_list(measured_ones) == "- **Open**: absurd rates help, diverged.\n"
-    row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open |"
-    assert row in verdicts_of_papers({"Paper": ("page.md", measured_ones)}).splitlines()
+    row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open | "
+    assert row in verdicts_of_papers({"Paper": ("page.md", measured_ones)})
 
 
 def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,11 @@ def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     experiment = read(write(tmp_path / "e.yaml", data, claims=claims))
     sums = {("VSE", 0): 300.0, ("VSE", 1): 310.0, ("all", 0): 308.0, ("all", 1): 320.0, ("SCT", 0): 290.0}
     found = {key: {"test": {"rsum": value, "mean_distance": value / 1000}} for key, value in sums.items()}
-    monkeypatch.setattr(verdicts, "result_of", lambda _, run, folder: found[run.row, run.seed])
+    # One run was interrupted, and has no time.
+    seconds = {("VSE", 0): 10.0, ("VSE", 1): 30.0, ("all", 0): None, ("all", 1): 50.0, ("SCT", 0): 8.0}
+    for key, result in found.items():
+        result["cpu_seconds"] = seconds[key]
+    monkeypatch.setattr(verdicts, "result_of", lambda _, run, folder: found.get((run.row, run.seed)))
     # Differences 8 and 10; Student's t for two: 9 -+ 12.706.
     lines = [
         "- **Open**: all negatives help, +9.0 (-3.7 to +21.7; 2 seeds).",
@@ -145,6 +149,11 @@ def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert as_list([(experiment, tmp_path)]).splitlines() == lines
     assert as_list([(experiment, tmp_path)] * 2).splitlines() == lines * 2
     assert in_short([(experiment, tmp_path)] * 2).count("SCT helps") == 2
+    table = verdicts_of_papers({"Paper": ("page.md", [(experiment, tmp_path)])}).splitlines()
+    assert [line.rsplit("|", 2)[1] for line in table[2:]] == [" 2.5x ", " 0.4x "]
+    found.clear()
+    assert in_short([(experiment, tmp_path)]) == "**Not run**: all negatives help; SCT helps.\n"
+    assert as_list([(experiment, tmp_path)]).startswith("- **Not run**: all negatives help, not run.\n")
 
 
 def test_intervals_of_paired_differences() -> None:

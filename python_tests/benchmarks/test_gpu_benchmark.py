@@ -163,6 +163,12 @@ def test_a_full_run_measures_every_line_of_the_predictions() -> None:
     names = [workload.name for workload in gpu._workloads(gpu.PRESETS["full"], "cuda")]
     assert len(set(names)) == len(names)
     assert {workload.measured_as for workload in WORKLOADS} <= set(names)
+    negatives = {
+        workload.name: workload.arguments[1:]
+        for workload in gpu._workloads(gpu.PRESETS["full"], "cuda")
+        if "step" in workload.name
+    }
+    assert (negatives["regulated step 128"], negatives["regulated step all 128"]) == (("hardest",), ("all",))
     for tokens, patches in itertools.product((32, 64), (196, 576)):
         assert {f"long {what} {tokens} x {patches}" for what in ("scores", "step")} <= set(names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -141,10 +142,13 @@ def test_the_backward_multiplies_what_the_cost_model_counts(monkeypatch: pytest.
     found = kernels.backward(128)
     multiply_adds = 32 * sum(sum(launch.work.values()) for launch in found.counted)
     assert multiply_adds > costs.BACKWARD_PRODUCTS * 3 * 128 * 36 * 13 * 1024
-    # Beside products of rows: the attention times the Gram matrix and M of three pairs, in six parts instead of two.
+    # Beside products of rows: for each pair, the attention times the Gram matrix in six products and M in three, where
+    # the loop counts two; for each image, its Gram matrix and M X.
     (launch,), (of_rows,) = found.counted, kernels.listed_pairs(3 * 128)
-    assert launch.work["contexts"] - of_rows.work["contexts"] == pytest.approx(2 * 3 * 3 * 128 * 16 * 48 * 36 / 32)
-    assert {**launch.work, "contexts": 0} == {**of_rows.work, "contexts": 0}
+    of_matrices = (6 + 3) / 2 * 3 * 128 * 16 * 48 * 36 + 128 * 40 * 48 * 1024
+    assert launch.work["contexts"] - of_rows.work["contexts"] == pytest.approx(of_matrices / 32)
+    assert launch.work["raw scores"] - of_rows.work["raw scores"] == 128 * 48 * 48 * 1024 / 32
+    assert launch.work["queries"] == of_rows.work["queries"]
     set_counts(monkeypatch, products=2.0)
     (launch,) = kernels.listed_pairs(3, dim=10)
     # Tiles of 16 queries and 5 contexts: 16 for 13 words, 40 for 36 regions.
@@ -158,10 +162,20 @@ def test_every_workload_takes_longer_than_its_floors(device: str) -> None:
         kernels.ranks(5000, 25000), kernels.regulated_scores(128, 128), kernels.regulated_step(128),
         kernels.encoders(128), kernels.evaluation(5000, 25000), kernels.long_scores(64, 64, 576, 64, 512),
         kernels.long_step(64, 196, 64, 512), kernels.long_step(64, 576, 64, 512),
+        kernels.backward(64, 512, 64, 196), kernels.backward(64, 512, 64, 576), kernels.backward(128),
         kernels.regulated_step(128, partners=128),
     ):  # fmt: skip
         assert predict(work, device).seconds >= max(costs.floors(work.cost, costs.DEVICES[device]))
     assert predict(kernels.step(128), device).bound in kernels.BOUNDS
+
+
+def test_the_backward_of_rcar_takes_as_many_tiles_as_its_workspace_has_room_for() -> None:
+    *_, tiles, sums = kernels.regulated_step(128, partners=128).counted
+    # 128 captions of 13 words are 15 tiles of 112 rows for each of 128 images; the room is for 5,652 rows.
+    assert (tiles.blocks, tiles.times) == (math.ceil(128 * 15 / 38), 38)
+    assert tiles.times * tiles.work["product"] == pytest.approx(2 * sums.work["sum of rows"])
+    *_, tiles, _ = kernels.regulated_step(128).counted
+    assert (tiles.blocks, tiles.times) == (128, 1)
 
 
 def test_a_step_with_scores_and_loss_together_saves_a_launch() -> None:
