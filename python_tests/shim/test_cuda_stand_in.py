@@ -217,7 +217,7 @@ def test_the_benchmark_of_a_gpu_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
     for name, found in results["workloads"].items():
         variants = found["variants"]
         graphed = {
-            **dict.fromkeys(("scores", "step", "matching", "long", "maxsim"), graphs),
+            **dict.fromkeys(("scores", "step", "matching", "long", "regulated", "maxsim"), graphs),
             **dict.fromkeys(("loss", "boosting", "ranks"), of_losses),
         }
         assert {variant for variant in variants if variant.endswith("graph")} == graphed.get(name.split()[0], set())
@@ -236,13 +236,13 @@ def test_memory_is_asked_of_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pytes
     small = replace(benchmark.PRESETS["dry"], memory=True)
     monkeypatch.setattr(gpu_bench, "PRESETS", {"small": small})
     monkeypatch.setattr(gpu_bench, "CudaMeter", QuietMeter)
-    for limit, workloads in (("1000", 16), ("-1", 0)):
+    for limit, workloads in (("1000", 18), ("-1", 0)):
         file = tmp_path / f"{workloads}.json"
         monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "small", str(file), limit])
         gpu_bench.main()
         results = json.loads(file.read_text())
         assert len(results["workloads"]) == workloads
-        assert len(results["not_run"]) == 16 - workloads
+        assert len(results["not_run"]) == 18 - workloads
         for found in results["workloads"].values():
             measured = [figures for figures in found["variants"].values() if len(figures["runs_s"]) > 1]
             assert {figures["peak_bytes"] for figures in measured} <= {1 << 20}
