@@ -74,6 +74,9 @@ def as_list(experiments: Measured) -> str:
     """Return one item of a list per claim, with the difference, its interval and the number of seeds."""
     lines = []
     for claim, (seeds, difference, interval, verdict) in _verdicts(experiments):
+        if verdict == "not run":
+            lines.append(f"- **Not run**: {claim.text}.")
+            continue
         known = f" ({interval}; {seeds} seeds)" if seeds not in ("0", "1") else f" ({interval})" if interval else ""
         measure = "" if claim.of == "rsum" else f" {MEASURES[claim.of]}"
         lines.append(f"- **{verdict.strip('*').capitalize()}**: {claim.text}, {difference}{measure}{known}.")
