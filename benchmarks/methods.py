@@ -193,7 +193,8 @@ def measure_addr(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
 
 
 _OF_ADDR = (
-    "scenario", "addr", "adversarial_weight", "regularization_weight", "domain_margin", "alternation",
+    "scenario", "addr", "adversarial_weight", "regularization_weight", "domain_margin",
+    "risk_aggregation", "alternation",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from itm_fast import config as settings
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.files.messages import shown
 from itm_fast.training import TrainConfig, recipes
+from itm_fast.training.loss_rules import present_defaults
 
 __all__ = ["ANCHOR", "result_of", "weights_of", "with_winners"]
 
@@ -52,9 +53,13 @@ def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any]
 
 
 def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Add settings that are newer than the file, with their defaults, also to those of the anchor."""
+    """Add settings that are newer than the file, with their defaults, also to those of the anchor.
+
+    Settings without effect have their present defaults.
+    """
     train = settings.with_present_names(TrainConfig, identity["train"], quiet=True)
-    found = {**identity, "train": {**kept_settings(TrainConfig(data="", out="")), **train}}
+    train = {**kept_settings(TrainConfig(data="", out="")), **train}
+    found = {**identity, "train": {**train, **present_defaults(train)}}
     anchor = identity.get("anchor")
     return {**found, "anchor": _with_defaults(anchor)} if isinstance(anchor, dict) and "train" in anchor else found
 

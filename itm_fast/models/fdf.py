@@ -45,7 +45,9 @@ class FDFConfig:
         help="Layer of each conversion above the encoder head: a feed-forward network, an adapter, or none.",
         choices=CONVERSIONS,
     )
-    conversion_residual: bool = setting(False, help="Add the input of the feed-forward network to its output.")
+    conversion_residual: bool = setting(
+        True, help="Add the input of the feed-forward network to its output; Eq 4 of the paper does not."
+    )
     reweighting: bool = setting(
         True, help="Learn the weights of the conversions for each feature, instead of averaging them."
     )
@@ -121,7 +123,7 @@ class FDF(FragmentModel):
             embed_dim,
             head=head,
             conversion=self.config.conversion,
-            residual=self.config.conversion_residual,
+            residual=self.config.conversion_residual and self.config.conversion == "ffn",
             attention=attention,
             pooling=pooling,
             reweighting=self.config.reweighting,

@@ -57,7 +57,7 @@ class FeatureConversions(nn.Module):
             perceptron as `ResidualImageEncoder`: "residual", "projected_residual", "mlp".
         conversion: layer after the head: "ffn"; "adapter" (d to d / 4 to d with a residual); "none" (Table 4). With
             "none", an identity head is replaced by a linear layer, so that there is something to learn.
-        residual: add the input of "ffn" to its output.
+        residual: add the input of "ffn" to its output, as a transformer does and Eq 4 does not.
         attention: let the rows of each set attend to each other behind the head, as in `RegionAttention`.
         pooling: None for a local host, which keeps fragments; "mean" or "gpo" pools each set to one vector before the
             network.

@@ -19,7 +19,15 @@ from itm_fast.data.placement import PLACEMENTS
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
 from itm_fast.files.messages import shown
 from itm_fast.losses.rectified_loss import SOFT_MARGINS
-from itm_fast.training.loss_rules import BOOSTING, BOOSTING_FORMS, MINING, RIVALS, check_loss, default_warmup
+from itm_fast.training.loss_rules import (
+    BOOSTING,
+    BOOSTING_FORMS,
+    MINING,
+    RIVALS,
+    check_loss,
+    default_warmup,
+    present_defaults,
+)
 from itm_fast.training.rivals.mixture import MIXTURES
 
 __all__ = ["GROUPS", "RCAR", "TrainConfig", "read_yaml", "to_yaml"]
@@ -298,7 +306,7 @@ class TrainConfig:
         former="conversion",
     )
     conversion_residual: bool = setting(
-        False, group=FDF, help="Add the input of the feed-forward network to its output."
+        True, group=FDF, help="Add the input of the feed-forward network to its output; Eq 4 of the paper does not."
     )
     reweighting: bool = setting(
         True, group=FDF, help="Learn the weights of the conversions for each feature, instead of averaging them."
@@ -387,7 +395,7 @@ class TrainConfig:
     )
     domain_margin: float = setting(0.05, group=ADDR, minimum=0, help="Margin alpha of the regularisation.")
     risk_aggregation: str = setting(
-        "sum",
+        "mean",
         group=ADDR,
         help="Aggregation of a risk over the regions and words of a pair; the paper uses the sum.",
         choices=("sum", "mean"),
@@ -498,6 +506,8 @@ class TrainConfig:
     )
 
     def __attrs_post_init__(self) -> None:
+        for name, value in present_defaults(settings.to_dict(self)).items():
+            object.__setattr__(self, name, value)
         check_loss(self)
         if self.warmup_epochs is None:
             object.__setattr__(self, "warmup_epochs", default_warmup(self))

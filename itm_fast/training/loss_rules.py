@@ -29,6 +29,7 @@ __all__ = [
     "described_boosting",
     "is_mutual",
     "loss_settings",
+    "present_defaults",
     "warms_up_itself",
     "without_idle",
 ]
@@ -155,6 +156,23 @@ def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     rules = (*_DEPENDENT, *_OF_REALIGNMENT)
     idle |= {name for name, other, values in rules if other in asked and asked[other] not in values}
     return {name: value for name, value in recipe.items() if name not in idle - given.keys()}
+
+
+def present_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the present defaults of settings that have no effect and are at the default of an earlier version.
+
+    The file of a run holds all settings, also those without effect: a run of an earlier version goes on with these.
+
+    Args:
+        values: all settings of a run by name.
+    """
+    has_risks = values["scenario"] == "addr" and values["addr"] != "base"
+    has_network = values["conversions"] is not None and values["conversion_layer"] == "ffn"
+    changed = (
+        ("risk_aggregation", has_risks, "sum", "mean"),
+        ("conversion_residual", has_network, False, True),
+    )
+    return {name: now for name, has_effect, before, now in changed if not has_effect and values[name] == before}
 
 
 def loss_settings(config: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_settings_without_effect_in_an_ablation(addr: str | None, idle: list[str
 
 def test_without_discriminators_none_of_their_settings_has_an_effect() -> None:
     changes = {
-        "model_regularization_weight": 0.1, "risk_aggregation": "mean", "alternation": "step", "discriminator_lr": 0.01,
+        "model_regularization_weight": 0.1, "alternation": "step", "discriminator_lr": 0.01,
         "discriminator_precision": "low", "discriminators_on_disk": True,
     }  # fmt: skip
     found = lines(make("scan"), scenario="addr", addr="base", **changes)

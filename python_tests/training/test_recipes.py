@@ -58,7 +58,7 @@ VSRN = {
 ADDR = {
     "beta1": 0.5, "beta2": 0.999, "lr_decay_every": 8000, "lr_decay_unit": "step", "lr_decay_factor": 0.2,
     "lr_floor": 1e-5, "scenario": "addr", "addr": "full", "adversarial_weight": 0.1, "domain_margin": 0.05,
-    "alternation": "epoch", "mean_loss": True,
+    "risk_aggregation": "sum", "alternation": "epoch", "mean_loss": True,
 }  # fmt: skip
 PLUG_AND_PLAY, SELECTIVE = "Plug-and-Play", "Selectively Hard Negative"
 SOURCES = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
+import yaml
 
 from itm_fast import models
 from itm_fast.cli import run as main
 from itm_fast.data import Vocabulary
+from itm_fast.training.run_folder import saved_config
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import config, run
 
@@ -97,6 +100,35 @@ def test_a_folder_with_a_run_is_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file: expected a folder for the run, found a file"):
         run(attrs.evolve(settings, out=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle", "kept"),
+    [
+        ({}, {"risk_aggregation": "sum", "conversion_residual": False}, {}),
+        ({"scenario": "addr", "addr": "base"}, {"risk_aggregation": "sum"}, {}),
+        ({"scenario": "addr"}, {"conversion_residual": False}, {"risk_aggregation": "sum"}),
+        ({"conversions": 2, "conversion_layer": "adapter"}, {"conversion_residual": False}, {}),
+        ({"conversions": 2}, {"risk_aggregation": "sum"}, {"conversion_residual": False}),
+    ],
+)
+def test_runs_with_former_defaults_resume(
+    data: Path, tmp_path: Path, settings: dict[str, Any], idle: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    """Former defaults without effect become the present ones; those with an effect stay."""
+    first = config(data, tmp_path / "run", epochs=1, **settings)
+    run(first)
+    file = tmp_path / "run" / "train.yaml"
+    before = yaml.safe_load(file.read_text()) | idle
+    file.write_text(yaml.safe_dump(before))
+    assert saved_config(tmp_path / "run") == first
+    run(first, resume=True)
+    file.write_text(yaml.safe_dump(before | kept))
+    assert attrs.asdict(saved_config(tmp_path / "run")) == attrs.asdict(first) | kept
+    for name, value in kept.items():
+        with pytest.raises(ValueError, match=f"holds a run with {name} = "):
+            run(first, resume=True)
+        assert attrs.evolve(first, **{name: value}) == saved_config(tmp_path / "run")
 
 
 def test_bad_input_leaves_no_run_folder(data: Path, tmp_path: Path) -> None:
