@@ -35,6 +35,7 @@ TILE_WARPS, SLICE_BYTES = 8, 64
 SET_ROWS, SET_SLICE_BYTES = 64, 256
 # Channels of a chunk, and columns of a product (RegulationTile112).
 CHUNK, COLUMNS = 512, 128
+SUM_ROWS, SUM_COLUMNS = 48, 256  # of a gradient, for a block that sums it over rows (row_sums.h)
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
 SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16, ProductTile<112, 128, 2, 4, 4, 256>, 1>"
@@ -367,7 +368,22 @@ def regulated_step(batch: int, dim: int = costs.DIM, partners: int = 3) -> Work:
     tiles = batch * math.ceil(words / costs.TILE_REGIONS)
     chunks = math.ceil(words * batch / KEPT_ROWS)
     of_tiles = Launch(DIFFERENTIATED, {"product": 2 * hmma / chunks}, math.ceil(tiles / chunks), chunks)
-    return Work(cost, (*forward.counted, of_tiles, Launch(DIFFERENTIATED, {"sum of rows": hmma})))
+    # Parts of the gradients of weights sum all rows of a chunk. Those of a context set sum its own rows, in four
+    # products: the attention and the scores of two steps.
+    hidden, narrow = 2 * costs.ALIGNMENT, costs.ALIGNMENT // 2
+    layers = (*[(costs.ALIGNMENT, dim)] * 2, (hidden, costs.ALIGNMENT), (dim, hidden), (narrow, costs.ALIGNMENT))
+    layers += ((1, narrow), *[(costs.ALIGNMENT, costs.ALIGNMENT)] * 2)
+    of_weights = sum(sum_tasks(*layer) for layer in layers)
+    of_contexts = math.ceil(batch * sum_tasks(REGIONS, dim) / chunks)
+    tasks = (of_weights, words * batch / chunks), (of_contexts, 4 * words)
+    return Work(
+        cost, (*forward.counted, of_tiles, Launch(DIFFERENTIATED, {"sum of rows": hmma / chunks}, 0, chunks, tasks))
+    )
+
+
+def sum_tasks(rows: int, columns: int) -> int:
+    """Return the number of blocks that share the sums of a gradient of `rows` x `columns` numbers."""
+    return math.ceil(rows / SUM_ROWS) * math.ceil(columns / SUM_COLUMNS)
 
 
 def ranks(images: int, captions: int) -> Work:

@@ -51,7 +51,8 @@ REASONS = (
         (96,),
         f"{_SPLIT}, 264 for 24 pairs; 64 additions of slices; 30 for copies; 12 loads of fragments.",
         "Below 91. Splitting in the first launch would copy 6 bytes per number instead of 4, and load 1.5 times "
-        "the fragments. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
+        "the fragments. Fragments of float32 are not loaded ahead: splitting hides the latency of loads and needs the "
+        "registers. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
     ),
     Reason(
         _of_scores("float, 2,"),

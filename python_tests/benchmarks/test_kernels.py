@@ -173,9 +173,22 @@ def test_the_backward_of_rcar_takes_as_many_tiles_as_its_workspace_has_room_for(
     *_, tiles, sums = kernels.regulated_step(128, partners=128).counted
     # 128 captions of 13 words are 15 tiles of 112 rows for each of 128 images; the room is for 5,652 rows.
     assert (tiles.blocks, tiles.times) == (math.ceil(128 * 15 / 38), 38)
-    assert tiles.times * tiles.work["product"] == pytest.approx(2 * sums.work["sum of rows"])
+    assert sums.times == 38
+    assert tiles.work["product"] == pytest.approx(2 * sums.work["sum of rows"])
     *_, tiles, _ = kernels.regulated_step(128).counted
     assert (tiles.blocks, tiles.times) == (128, 1)
+
+
+def test_parts_of_the_gradients_of_rcar_take_unequal_time() -> None:
+    """By hand: 48 x 256 numbers are a part. 119 of RCAR's weights sum all rows, four of each image its rows only."""
+    of_weights = 2 * 6 * 4 + 11 + 22 * 2 + 3 + 1 + 2 * 6
+    hardest, of_all = (kernels.regulated_step(128, partners=partners).counted[-1] for partners in (3, 128))
+    assert hardest.tasks == ((of_weights, 3 * 13 * 128), (4 * 128, 3 * 13 * 4))
+    # 11 of 108 multiprocessors take two parts of weights. Over all negatives, one of 132 takes a second part.
+    assert kernels.unevenness(hardest, 108) == pytest.approx(1.6, rel=0.01)
+    assert kernels.unevenness(hardest, 132) == pytest.approx(1.01, rel=0.01)
+    assert sum(count for count, _ in of_all.tasks) == 133
+    assert kernels.unevenness(of_all, 132) > 2
 
 
 def test_a_step_with_scores_and_loss_together_saves_a_launch() -> None:
@@ -206,3 +219,4 @@ def test_the_constants_are_those_of_the_kernels() -> None:
     assert columns == kernels.COLUMNS
     assert "using LargeTile = ScoreTile<8, 8, 4>;" in sources
     assert kernels.STRIP == 32 * 4
+    assert f"kRows = {kernels.SUM_ROWS}, kColumns = {kernels.SUM_COLUMNS}, kDepth" in sources

@@ -93,6 +93,30 @@ def test_every_normalization_and_focal_mode(kernels: BackwardKernels, normalizat
     check_gradients(kernels, queries, contexts, gradients, **options)
 
 
+@pytest.mark.parametrize(("normalization", "focal"), list(itertools.product(NORMALIZATIONS, FOCAL_MODES)))
+def test_every_mode_with_sets_longer_than_a_tile(
+    kernels: BackwardKernels, normalization: str, focal: str | None
+) -> None:
+    number = NORMALIZATIONS.index(normalization) + FOCAL_MODES.index(focal)
+    queries, contexts = sets([66, 3], [130, 4], seed=number)
+    options = {"normalization": normalization, "focal": focal, "aggregation": AGGREGATIONS[number % 4]}
+    gradients = sparse_gradients(2, 2, 1.0, number) * clear_of_thresholds(queries, contexts, **options)
+    assert gradients[:, 0].any()
+    found = check_gradients(kernels, queries, contexts, gradients, longest=(66, 130), **options)
+    assert found.longest_gram == 130
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(("query_lengths", "context_lengths"), [([3, 2], [4, 640]), ([512, 1], [3, 4])])
+def test_the_longest_sets(
+    kernels: BackwardKernels, dtype: torch.dtype, query_lengths: list[int], context_lengths: list[int]
+) -> None:
+    queries, contexts = sets(query_lengths, context_lengths, 8, dtype=dtype)
+    longest = max(query_lengths), max(context_lengths)
+    found = check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0), longest=longest)
+    assert found.longest_gram == max(context_lengths)
+
+
 def test_sets_longer_than_a_tile(kernels: BackwardKernels) -> None:
     """Covers more rows and columns than a block sums at a time, sets without a Gram matrix, and long lists."""
     queries, contexts = sets([66, 3], [5, 70], 9)
