@@ -73,12 +73,21 @@ def table(experiment: Experiment, results: Path) -> str:
 
 
 def _chosen_settings(experiment: Experiment) -> list[str]:
-    """Say which choice of the grid each row uses."""
+    """Say which choice of the grid each row uses. Rows without trials of their own come after those that they follow."""
     firsts = {name: runs[0] for name, runs in experiment.rows.items() if runs[0].trials}
     if experiment.grid is None or not firsts:
         return []
-    shown = "; ".join(f"{name}: {run.winner or 'open'} (of {', '.join(run.choices)})" for name, run in firsts.items())
-    return ["", f"Settings were chosen by the sum of recalls on validation, seed {experiment.grid.seed}. {shown}."]
+    lines = ["", f"Settings were chosen by the sum of recalls on validation, seed {experiment.grid.seed}."]
+    lines += ["", "| row | chosen | tried |", "| --- | --- | --- |"]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, run in firsts.items():
+        groups.setdefault(tuple(trial.file_name for trial in run.trials), []).append(name)
+    for owner, *others in groups.values():
+        run = firsts[owner]
+        lines.append(f"| {owner} | {run.winner or 'not yet'} | {'; '.join(run.choices)} |")
+        if others:
+            lines.append(f"| {'; '.join(others)} | as {owner} | no others |")
+    return lines
 
 
 def _statistics(summaries: Sequence[Mapping[str, float]]) -> list[str]:

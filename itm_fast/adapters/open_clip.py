@@ -140,6 +140,7 @@ class OpenClipVocabulary(Vocabulary):
     """
 
     kind = "open_clip"
+    saveable = False
 
     def __init__(self, tokenizer: Any) -> None:
         if not all(hasattr(tokenizer, name) for name in ("encoder", "sot_token_id", "eot_token_id", "context_length")):

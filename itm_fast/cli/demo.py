@@ -147,7 +147,8 @@ def _clear_earlier_demo(config: TrainConfig) -> None:
             raise ValueError(f"{out}: contains a run that is not a demo; choose another --out")
         names = (run_folder.CONFIG, run_folder.METRICS, run_folder.VOCABULARY, "model.safetensors", "config.json")
         with lock(out):
-            for name in (STATE_FILE, *names):
+            # The report goes first: with it, an interrupted demo would count as finished.
+            for name in ("report.html", STATE_FILE, *names):
                 (out / name).unlink(missing_ok=True)
     run_folder.check(config, resume=False)
 

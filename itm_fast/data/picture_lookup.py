@@ -6,6 +6,7 @@ Inside: `picture_of`, `whole_picture_of`.
 from __future__ import annotations
 
 import math
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from PIL import Image
@@ -15,6 +16,9 @@ from itm_fast.data.picture_shards import StoredPictures
 from itm_fast.data.precomputed import PrecomputedDataset
 
 __all__ = ["picture_of", "whole_picture_of"]
+
+# Opening reads the lengths of all pictures.
+_OPENED: WeakKeyDictionary[PrecomputedDataset, StoredPictures | None] = WeakKeyDictionary()
 
 
 def picture_of(dataset: PrecomputedDataset, image: int, grid: int | None = None) -> tuple[np.ndarray | None, int]:
@@ -50,11 +54,18 @@ def _pictures(dataset: PrecomputedDataset, image: int) -> StoredPictures | None:
     """Return the pictures of a split: the data themselves, or the pictures that its features were computed from."""
     if isinstance(dataset.source, StoredPictures):
         return dataset.source
+    if dataset not in _OPENED:
+        _OPENED[dataset] = _beside(dataset)
+    found = _OPENED[dataset]
+    return None if found is None or found.shape[0] <= image else found
+
+
+def _beside(dataset: PrecomputedDataset) -> StoredPictures | None:
     folder = dataset.directory / store_format.PICTURES_FOLDER
     if not store_format.is_store(dataset.directory) or not store_format.is_store(folder):
         return None
     manifest = store_format.read_manifest(folder)
     record = manifest.split(dataset.split)
-    if manifest.dtype not in store_format.PICTURES or record is None or record.images <= image:
+    if manifest.dtype not in store_format.PICTURES or record is None:
         return None
     return StoredPictures(folder, manifest.dtype, record)

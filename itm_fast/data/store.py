@@ -288,6 +288,8 @@ def _opened_again(
 
 def _is_of(manifest: Manifest, directory: Path, vocabulary: Vocabulary) -> bool:
     """Return whether the store's token ids fit `vocabulary`: the store's own vocabulary, with or without `<mask>`."""
+    if not vocabulary.saveable:
+        return False
     if store_format.vocabulary_digest(vocabulary) == manifest.vocabulary:
         return True
     own = Vocabulary.from_file(directory / store_format.VOCABULARY)

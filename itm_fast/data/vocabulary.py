@@ -40,6 +40,7 @@ class Vocabulary:
     special: ClassVar[tuple[str, ...]] = (PAD, START, END, UNK)
     mask_word: ClassVar[str] = MASK
     kinds: ClassVar[dict[str, type[Vocabulary]]] = {}  # Classes for other kinds of JSON, by `kind`.
+    saveable: ClassVar[bool] = True  # as a file; otherwise another package keeps it.
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = list(words)

@@ -74,7 +74,8 @@ def plausible_precision(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Return the plausible-match R-Precision of each query in percent: the mean over 0, 1 and 2 differing classes.
 
-    Images without annotations, and their captions, are neither queries nor candidates.
+    Images without annotations, and their captions, are neither queries nor candidates. Images without captions are no
+    queries.
 
     Args:
         source: the scores.
@@ -95,7 +96,8 @@ def plausible_precision(
     images = images[shown[images]]
     captions = captions[shown[caption_image[captions]]]
     of_images = direction == "i2t"
-    queries, candidates = (images, captions) if of_images else (captions, images)
+    described = images[torch.isin(images, caption_image[captions])]
+    queries, candidates = (described, captions) if of_images else (captions, images)
     owners = queries if of_images else caption_image[queries]
     others = caption_image[candidates] if of_images else candidates
     sizes = labels.sum(1)

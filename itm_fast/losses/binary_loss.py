@@ -25,7 +25,7 @@ class BCELoss(ScoreLoss):
 
     Args:
         mining: the negatives of an anchor: "hardest" (published) or "all".
-        clamp: epsilon, above 0 and below 0.5. Published: 1e-6.
+        clamp: epsilon, at least 1e-7, below which 1 - epsilon is 1 in float32, and below 0.5. Published: 1e-6.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
         reduction: "sum" (published); "mean" divides the sum by B; "none" keeps the anchors apart.
 
@@ -46,7 +46,7 @@ class BCELoss(ScoreLoss):
     ) -> None:
         super().__init__(directions, reduction)
         validation.check_option("mining", mining, MINING)
-        self.mining, self.clamp = mining, validation.finite_number("clamp", clamp, minimum=0.0, non_zero=True)
+        self.mining, self.clamp = mining, validation.finite_number("clamp", clamp, minimum=1e-7)
         if self.clamp >= 0.5:
             raise ValueError(f"clamp: expected a number below 0.5, got {self.clamp}")
 

@@ -372,8 +372,8 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     """Read what `model.save` or a training run wrote: the model in evaluation mode, with its tokenizer if there is one.
 
     Raises:
-        ValueError: a file is missing or damaged, the format is newer than this package, the weights do not fit the
-            configuration, or a weight is not finite; the message names the file.
+        ValueError: a file is missing or damaged, the format is newer than this package, the weights or the vocabulary
+            do not fit the configuration, or a weight is not finite; the message names the file.
     """
     if Path(directory).is_file():
         raise ValueError(f"{directory}: expected the folder of a saved model, found a file")
@@ -391,6 +391,12 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     vocabulary = Path(directory) / VOCABULARY
     if regular.is_file(vocabulary):
         model.tokenizer = Vocabulary.from_file(vocabulary)
+        expected = getattr(model.encoder_config, "vocab_size", len(model.tokenizer))
+        if len(model.tokenizer) != expected:
+            raise ValueError(
+                f"{vocabulary}: {len(model.tokenizer)} words, but the model beside it knows {expected}; it belongs to "
+                "another model"
+            )
     return model.to(device).eval()
 
 

@@ -46,7 +46,7 @@ class FDFConfig:
         choices=CONVERSIONS,
     )
     conversion_residual: bool = setting(
-        True, help="Add the input of the feed-forward network to its output; Eq 4 of the paper does not."
+        False, help="Add the input of the feed-forward network to its output, as itm-fast train does."
     )
     reweighting: bool = setting(
         True, help="Learn the weights of the conversions for each feature, instead of averaging them."
@@ -123,7 +123,7 @@ class FDF(FragmentModel):
             embed_dim,
             head=head,
             conversion=self.config.conversion,
-            residual=self.config.conversion_residual and self.config.conversion == "ffn",
+            residual=self.config.conversion_residual,
             attention=attention,
             pooling=pooling,
             reweighting=self.config.reweighting,

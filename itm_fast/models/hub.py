@@ -61,10 +61,14 @@ class HubModel:
         Raises:
             ValueError: the package huggingface_hub is not installed, or a file of the run or of the results is damaged.
         """
-        bridge = _bridge()()
+        folder, bridge = Path(save_directory), _bridge()()
         bridge.describe(self, run, results, repo_id)
-        done: str | None = bridge.save_pretrained(save_directory, repo_id=repo_id, push_to_hub=push_to_hub, **options)
-        return done
+        # The mixin would first delete the config.json of a model that is replaced.
+        bridge._save_pretrained(folder)
+        if not push_to_hub:
+            return None
+        address: str = bridge.push_to_hub(repo_id or folder.name, **options)
+        return address
 
     def push_to_hub(
         self,

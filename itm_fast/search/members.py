@@ -89,12 +89,12 @@ class Members:
     @torch.no_grad()
     def encode_images(self, features: Tensor | Fragments) -> Encodings:
         """Encode features (n, k, f), or Fragments, by each model; the results are on the CPU in float32."""
-        return [_on_cpu(model.encode_images(features.to(_device(model), torch.float32))) for model in self.models]
+        return [_on_cpu(model, model.encode_images(features.to(_device(model), torch.float32))) for model in self.models]
 
     @torch.no_grad()
     def encode_captions(self, texts: Sequence[str]) -> Encodings:
         """Encode texts by each model; the results are on the CPU in float32."""
-        return [_on_cpu(model.encode_captions(*model.tokenize(texts))) for model in self.models]
+        return [_on_cpu(model, model.encode_captions(*model.tokenize(texts))) for model in self.models]
 
     @torch.no_grad()
     def scores(self, queries: Encodings, query_side: str, items: Encodings, side: str) -> Tensor:
@@ -143,7 +143,12 @@ def _device(model: MatchingModel) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _on_cpu(embeddings: Any) -> Any:
+def _on_cpu(model: MatchingModel, embeddings: Any) -> Any:
+    if not isinstance(embeddings, Tensor | Fragments):
+        raise ValueError(
+            f"model: an index keeps one tensor or Fragments per side, but {model.name} encodes as "
+            f"{type(embeddings).__name__}"
+        )
     return embeddings.to("cpu", torch.float32)
 
 

@@ -311,7 +311,7 @@ def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel
         host_options=options,
         conversions=config.conversions,
         conversion=config.conversion_layer,
-        conversion_residual=config.conversion_residual,
+        conversion_residual=config.conversion_residual and config.conversion_layer == "ffn",
         reweighting=config.reweighting,
         normalize_fused=config.normalize_fused,
     )

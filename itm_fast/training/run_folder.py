@@ -112,7 +112,8 @@ def save_models(
     """
     for number, model in enumerate(others, start=1):
         folder = Path(run) / BRANCHES / str(number)
-        vocabulary = {} if words is None else {VOCABULARY: words.to_json().encode()}
+        saved = words is not None and words.saveable
+        vocabulary = {VOCABULARY: words.to_json().encode()} if saved else {}
         for name, content in {**vocabulary, **model.file_contents()}.items():
             atomic.write_bytes(folder / name, content, run)
     target.save(run)

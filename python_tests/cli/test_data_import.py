@@ -18,10 +18,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from itm_fast import cli
-from itm_fast.data import BatchLoader, TokenizerVocabulary, Vocabulary, emoji, open_split, picture_of
+from itm_fast.data import BatchLoader, TokenizerVocabulary, Vocabulary, emoji, open_split, picture_lookup, picture_of
 from itm_fast.data.import_pictures import import_features
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_folder import collect
+from itm_fast.data.picture_shards import StoredPictures
 from itm_fast.data.picture_sources import EncodedPictures
 from itm_fast.models.vision_folder import load_picture_encoder
 from python_tests.helpers.bert import write_bert
@@ -59,7 +60,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_pictures_become_a_trained_model(
-    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    arguments: list[object],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = tmp_path / "store"
     assert run(arguments) == 0
@@ -84,6 +88,16 @@ def test_pictures_become_a_trained_model(
     page = tmp_path / "pair.html"
     assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+    opened = []
+
+    class Counted(StoredPictures):
+        def __init__(self, *given: object) -> None:
+            opened.append(self)
+            super().__init__(*given)
+
+    monkeypatch.setattr(picture_lookup, "StoredPictures", Counted)
+    assert all(picture_of(splits["test"], image)[0] is not None for image in range(4))
+    assert len(opened) == 1
     picture, grid = picture_of(splits["test"], 2)
     with Image.open(tmp_path / "pictures" / (splits["test"].image_ids or [])[2]) as image:
         expected = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR), dtype=np.int16)

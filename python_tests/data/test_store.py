@@ -23,6 +23,7 @@ from itm_fast.data import (
     EpochSampler,
     PrecomputedDataset,
     StoreDataset,
+    Vocabulary,
     open_split,
     pack,
     pack_notes,
@@ -154,6 +155,17 @@ def test_captions_of_another_vocabulary_are_tokenised_anew(data: Path, tmp_path:
         assert torch.equal(folder.token_ids, store.token_ids)
         assert torch.equal(folder.caption_lengths, store.caption_lengths)
     assert not torch.equal(open_split(data, "train", other).token_ids, open_split(data, "train", masked).token_ids)
+
+    class Kept(Vocabulary):
+        """The tokenizer of another package."""
+
+        saveable = False
+
+        def to_json(self) -> str:
+            raise ValueError("kept elsewhere")
+
+    folder, store = (open_split(path, "train", Kept(other.words)) for path in (data, tmp_path / "store"))
+    assert torch.equal(folder.token_ids, store.token_ids)
 
 
 def test_training_is_the_same_from_a_store_and_resumes_from_either(tmp_path: Path) -> None:

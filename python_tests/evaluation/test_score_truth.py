@@ -13,6 +13,7 @@ import torch
 
 from itm_fast.evaluation.ground_truth import Ids, read_ids, read_ratings
 from itm_fast.evaluation.many_positives import r_precision
+from itm_fast.evaluation.plausible import plausible_precision
 from itm_fast.evaluation.score_sources import EmbeddingScores, MatrixScores
 from itm_fast.evaluation.score_truth import score_truth
 from itm_fast.evaluation.standards import PROTOCOLS
@@ -169,6 +170,17 @@ def test_plausible_matches_of_classes(tmp_path: Path, folds: int) -> None:
             of_folds.append(100 * sum(values) / len(values))
         expected[f"{way}_pmrp"] = sum(of_folds) / folds
     assert scored("pmrp", tmp_path, scores, folds) == pytest.approx(expected, rel=1e-12)
+
+
+def test_images_without_captions_are_no_queries_of_plausible_matches() -> None:
+    classes = np.array([[True, False], [True, True], [False, True]])
+    source = MatrixScores(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.3]]))
+    for direction, queries in (("i2t", [0, 2]), ("t2i", [0, 2])):
+        images, values = plausible_precision(
+            source, torch.tensor([0, 2]), classes, direction, images=torch.arange(3), captions=torch.arange(2)
+        )
+        assert images.tolist() == queries
+        assert np.isfinite(values).all()
 
 
 def test_r_precision_by_the_score_at_rank_r() -> None:

@@ -260,7 +260,7 @@ def test_a_loss_without_negatives_is_that_of_the_positives() -> None:
     ("options", "message"),
     [
         ({"mining": "selective"}, "mining: expected one of 'hardest', 'all', got 'selective'"),
-        ({"clamp": 0.0}, "clamp: expected a number other than 0, got 0.0"),
+        ({"clamp": 1e-9}, "clamp: expected a number of at least 1e-07, got 1e-09"),
         ({"clamp": 0.5}, "clamp: expected a number below 0.5, got 0.5"),
     ],
 )

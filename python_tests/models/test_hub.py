@@ -140,6 +140,22 @@ def test_nothing_is_sent_unless_asked(trained: Path, tmp_path: Path, client: typ
     assert [upload["repo_id"] for upload in client.uploads] == ["anna"]
 
 
+def test_a_model_whose_successor_finds_a_full_disk_is_kept(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.load(trained)
+    model.save_pretrained(tmp_path / "anna")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "anna").iterdir()}
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(models.base.atomic, "write_bytes", fail)
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(tmp_path / "anna")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "anna").iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [

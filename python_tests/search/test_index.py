@@ -66,6 +66,16 @@ def test_texts_find_images_by_the_published_score(train: CaptionDataset, tmp_pat
             assert one.scored == 24
 
 
+def test_a_model_of_several_tensors_per_image_is_refused(
+    train: CaptionDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = scan()
+    encode = type(model).encode_images
+    monkeypatch.setattr(type(model), "encode_images", lambda self, features: (encode(self, features),) * 2)
+    with pytest.raises(ValueError, match="model: an index keeps one tensor or Fragments per side, but scan encodes as"):
+        Index.build(model, train, tmp_path / "index")
+
+
 def test_few_candidates_are_the_nearest_pooled_vectors(train: CaptionDataset, tmp_path: Path) -> None:
     model = scan()
     index = Index.build(model, train, tmp_path / "index", pooling="mean")

@@ -233,6 +233,18 @@ def test_the_average_follows_its_schedule(data: Path, tmp_path: Path) -> None:
     assert [int(average.state_dict()[name]) for name in counts] == [8]
 
 
+def test_a_tied_weight_of_the_average_moves_once_a_step(data: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(data, tmp_path, "mss", ema_decay=0.6)
+    scenario = trainer.stepper.scenario
+    for model in (trainer.model, scenario.average):
+        model.tied = model.text_encoder.embed
+    name = next(name for name in state_of(scenario.average) if name.startswith("tied."))
+    before = state_of(scenario.average)[name].double()
+    trainer.stepper(trainer.train_data.batch(CAPTIONS), "hardest", 0)
+    expected = 0.6 * before + 0.4 * state_of(trainer.model)[name].double()
+    torch.testing.assert_close(state_of(scenario.average)[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_weights_of_the_average_lie_together(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise cuDNN gathers those of a GRU at every call."""
     gathered = []

@@ -68,8 +68,11 @@ class MomentumScenario(Scenario):
         momentum = momentum_at(self.target.steps, self.steps, self.momentum)
         result = super().step(batch, number)
         with torch.no_grad():
-            new = self.target.model.state_dict()
+            new, moved = self.target.model.state_dict(), set()
             for name, average in self.average.state_dict().items():
+                if average.data_ptr() in moved:  # A tied weight has several names.
+                    continue
+                moved.add(average.data_ptr())
                 if average.is_floating_point():
                     average.lerp_(new[name], 1.0 - momentum)
                 else:
