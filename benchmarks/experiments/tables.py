@@ -73,7 +73,7 @@ def table(experiment: Experiment, results: Path) -> str:
 
 
 def _chosen_settings(experiment: Experiment) -> list[str]:
-    """Say which choice of the grid each row uses. Rows without trials of their own come after those that they follow."""
+    """Say which choice of the grid each row uses. Rows without trials of their own follow the row that they copy."""
     firsts = {name: runs[0] for name, runs in experiment.rows.items() if runs[0].trials}
     if experiment.grid is None or not firsts:
         return []

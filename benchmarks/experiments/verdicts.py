@@ -18,8 +18,8 @@ __all__ = ["as_list", "in_short", "interval", "verdicts", "verdicts_of_papers"]
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 _MEANING = (
-    "A claim holds if the whole interval is above 0, fails if it is below 0, and is open otherwise. Differences are those "
-    "of the seeds that both rows have; means are over all seeds of a row."
+    "A claim holds if the whole interval is above 0, fails if it is below 0, and is open otherwise. Differences are "
+    "those of the seeds that both rows have; means are over all seeds of a row."
 )
 
 

@@ -89,7 +89,9 @@ class Members:
     @torch.no_grad()
     def encode_images(self, features: Tensor | Fragments) -> Encodings:
         """Encode features (n, k, f), or Fragments, by each model; the results are on the CPU in float32."""
-        return [_on_cpu(model, model.encode_images(features.to(_device(model), torch.float32))) for model in self.models]
+        return [
+            _on_cpu(model, model.encode_images(features.to(_device(model), torch.float32))) for model in self.models
+        ]
 
     @torch.no_grad()
     def encode_captions(self, texts: Sequence[str]) -> Encodings:
