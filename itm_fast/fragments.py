@@ -39,7 +39,7 @@ class Fragments:
         ValueError: a shape, a device or an offset is wrong.
     """
 
-    __slots__ = ("_max_length", "offsets", "values")
+    __slots__ = ("_has_rest", "_max_length", "offsets", "values")
 
     def __init__(self, values: Tensor, offsets: Tensor, *, check: bool = True, max_length: int | None = None) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -57,13 +57,14 @@ class Fragments:
         self.values = values
         self.offsets = offsets
         self._max_length = max_length
+        self._has_rest = False
 
     def check_offsets(self) -> None:
         """Raise ValueError if offsets decrease or do not span the values, or a set is longer than `max_length`.
 
         Synchronizes with a GPU.
         """
-        _check_offsets(self.offsets, self.values.shape[0])
+        _check_offsets(self.offsets, self.values.shape[0], may_have_rest=self._has_rest)
         if self._max_length is None or len(self) == 0:
             return
         longest = int(self.lengths.max())
@@ -77,7 +78,7 @@ class Fragments:
         """Pack padded sets.
 
         Works under `torch.compile(fullgraph=True)`. There, padding rows are moved behind the last set instead of
-        removed, because the number of rows in a graph must not depend on values.
+        removed, because the number of rows in a graph must not depend on values. `trimmed` removes them outside of it.
 
         Args:
             padded: `(n_sets, max_len, d)` floating point.
@@ -109,8 +110,29 @@ class Fragments:
             valid = torch.arange(max_len, device=padded.device) < lengths[:, None]
         if not torch.compiler.is_compiling():
             return cls(padded[valid], _offsets_of(lengths), check=False)
-        order = (~valid).flatten().to(torch.uint8).argsort(stable=True)
-        return cls(padded.flatten(0, 1)[order], _offsets_of(lengths), check=False)
+        return cls._with_rest(padded.flatten(0, 1), valid.flatten(), _offsets_of(lengths))
+
+    @classmethod
+    def _with_rest(cls, values: Tensor, valid: Tensor, offsets: Tensor, max_length: int | None = None) -> Fragments:
+        """Move rows that are not `valid` behind the last set."""
+        packed = cls(values[(~valid).to(torch.uint8).argsort(stable=True)], offsets, check=False, max_length=max_length)
+        packed._has_rest = True
+        return packed
+
+    def trimmed(self) -> Fragments:
+        """Return the sets without rows behind the last one, which `from_padded` leaves under `torch.compile`.
+
+        Not for use in a compiled function. Synchronizes with a GPU if there may be such rows.
+        """
+        if not self._may_have_rest():
+            return self
+        values = self.values[: int(self.offsets[-1])]
+        return Fragments(values, self.offsets, check=False, max_length=self._max_length)
+
+    def _may_have_rest(self) -> bool:
+        if self.offsets.device.type != "cpu" or torch.compiler.is_compiling():
+            return self._has_rest
+        return self._has_rest or int(self.offsets[-1]) < self.values.shape[0]
 
     @classmethod
     def from_list(cls, tensors: Iterable[Tensor]) -> Fragments:
@@ -135,21 +157,24 @@ class Fragments:
             if not isinstance(part, Fragments):
                 raise TypeError(f"fragments[{index}]: expected Fragments, got {_describe(part)}")
             _check_like_first("fragments", index, part.values, fragments[0].values)
-        lengths = torch.cat([part.lengths for part in fragments])
+        offsets = _offsets_of(torch.cat([part.lengths for part in fragments]))
         are_known = all(part.knows_max_length for part in fragments)
-        return cls(
-            torch.cat([part.values for part in fragments]),
-            _offsets_of(lengths),
-            check=False,
-            max_length=max(part.max_length for part in fragments) if are_known else None,
-        )
+        longest = max(part.max_length for part in fragments) if are_known else None
+        if not torch.compiler.is_compiling():
+            fragments = [part.trimmed() for part in fragments]
+        values = torch.cat([part.values for part in fragments])
+        if any(part._has_rest for part in fragments):
+            rows = [torch.arange(part.values.shape[0], device=values.device) for part in fragments]
+            valid = torch.cat([own < part.offsets[-1] for own, part in zip(rows, fragments, strict=True)])
+            return cls._with_rest(values, valid, offsets, longest)
+        return cls(values, offsets, check=False, max_length=longest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write values and offsets to a safetensors file, atomically. Dtypes are kept."""
         # Imported here, so that operators run in an environment with torch alone.
         import safetensors.torch
 
-        tensors = {"offsets": self.offsets, "values": self.values}
+        tensors = {"offsets": self.offsets, "values": self.trimmed().values}
         content = safetensors.torch.save({name: one.detach().cpu().contiguous() for name, one in tensors.items()})
         atomic.write_bytes(path, content)
 
@@ -176,6 +201,8 @@ class Fragments:
 
     def to_padded(self, fill: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return the sets padded on the right with `fill`, `(n_sets, max_length, d)`, and their lengths `(n_sets,)`."""
+        if self._may_have_rest() and not torch.compiler.is_compiling():
+            return self.trimmed().to_padded(fill)
         rows = torch.arange(self.values.shape[0], device=self.values.device)
         sets = self.set_index()
         padded = self.values.new_full((len(self), self.max_length, self.values.shape[1]), fill)
@@ -183,7 +210,15 @@ class Fragments:
         return padded, self.lengths
 
     def set_index(self) -> Tensor:
-        """Return the index of the set that each row belongs to, int64 `(N,)`."""
+        """Return the index of the set that each row belongs to, int64 `(N,)`.
+
+        Raises:
+            ValueError: rows follow the last set; `trimmed` removes them.
+        """
+        if self._may_have_rest() and not torch.compiler.is_compiling():
+            raise ValueError(
+                "values: rows follow the last set, as after from_padded under torch.compile; remove them by trimmed()"
+            )
         sets = torch.arange(len(self), device=self.values.device)
         return torch.repeat_interleave(sets, self.lengths, output_size=self.values.shape[0])
 
@@ -242,17 +277,22 @@ class Fragments:
         """Return the same sets with other vectors: `values` `(N, any width)`."""
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"values: expected {self.values.shape[0]} rows, got {tuple(values.shape)}")
-        return Fragments(values, self.offsets, check=False, max_length=self._max_length)
+        return self._like(values, self.offsets)
 
     def to(self, *args: Any, **kwargs: Any) -> Fragments:
         """Apply `Tensor.to` to the values. The offsets move to the same device and keep their dtype."""
         values = self.values.to(*args, **kwargs)
         non_blocking = bool(kwargs.get("non_blocking", False))
         offsets = self.offsets.to(values.device, non_blocking=non_blocking)
-        return Fragments(values, offsets, check=False, max_length=self._max_length)
+        return self._like(values, offsets)
 
     def pin_memory(self) -> Fragments:
-        return Fragments(self.values.pin_memory(), self.offsets.pin_memory(), check=False, max_length=self._max_length)
+        return self._like(self.values.pin_memory(), self.offsets.pin_memory())
+
+    def _like(self, values: Tensor, offsets: Tensor) -> Fragments:
+        found = Fragments(values, offsets, check=False, max_length=self._max_length)
+        found._has_rest = self._has_rest
+        return found
 
     def detach(self) -> Fragments:
         return self.with_values(self.values.detach())
@@ -314,7 +354,7 @@ def _offsets_of(lengths: Tensor) -> Tensor:
     return offsets
 
 
-def _check_offsets(offsets: Tensor, n_rows: int) -> None:
+def _check_offsets(offsets: Tensor, n_rows: int, *, may_have_rest: bool = False) -> None:
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"offsets: expected the first to be 0, got {first}")
@@ -324,19 +364,19 @@ def _check_offsets(offsets: Tensor, n_rows: int) -> None:
         raise ValueError(
             f"offsets: expected them never to fall, got {int(offsets[at])} then {int(offsets[at + 1])} at {at}"
         )
-    if last != n_rows:
+    if last != n_rows and not (may_have_rest and last < n_rows):
         raise ValueError(f"offsets: expected the last to be the number of rows {n_rows}, got {last}")
 
 
 def _flatten(fragments: Fragments) -> tuple[list[Any], Any]:
-    return [fragments.values, fragments.offsets], None
+    return [fragments.values, fragments.offsets], fragments._has_rest or None
 
 
-def _unflatten(children: Iterable[Any], _context: Any) -> Fragments:
+def _unflatten(children: Iterable[Any], has_rest: Any) -> Fragments:
     # tree_map may replace the tensors by any object, so the constructor's checks must not run here.
     fragments = object.__new__(Fragments)
     fragments.values, fragments.offsets = children
-    fragments._max_length = None
+    fragments._max_length, fragments._has_rest = None, bool(has_rest)
     return fragments
 
 

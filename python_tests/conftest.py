@@ -55,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name dtypes, so that tests are selected by them."""
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = items
     if not config.getoption("--thorough"):

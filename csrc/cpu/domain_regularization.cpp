@@ -145,11 +145,11 @@ void write_weight_gradients(const DomainProblem<S, T>& problem, const std::vecto
   });
 }
 
-// The gradient of one side's rows: a thread's buffer for one set, and the rows in their storage dtype.
+// The gradient of one side's rows in their storage dtype. Rows behind the last set stay zero.
 template <typename S, typename T>
 struct RowsOut {
   RowsOut(const Tensor& values, bool wanted)
-      : gradient(torch::stable::new_empty(values, {wanted ? values.size(0) : 0, values.size(1)}, kScalarType<S>)),
+      : gradient(torch::stable::new_zeros(values, {wanted ? values.size(0) : 0, values.size(1)}, kScalarType<S>)),
         out(wanted ? static_cast<S*>(gradient.mutable_data_ptr()) : nullptr) {}
   Tensor gradient;
   S* out;

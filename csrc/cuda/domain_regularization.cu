@@ -98,8 +98,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_adversari
   const Tensor of_own = torch::stable::contiguous(grad_adversarial);
   const Tensor of_others = torch::stable::contiguous(grad_regularization);
   const Tensor kept_risks = torch::stable::contiguous(risks), kept_sums = torch::stable::contiguous(sums);
+  // Rows behind the last set stay zero.
   const auto rows_like = [&](const Tensor& values, bool wanted) {
-    return torch::stable::new_empty(values, {wanted ? values.size(0) : 0, dim}, ScalarType::Float);
+    return torch::stable::new_zeros(values, {wanted ? values.size(0) : 0, dim}, ScalarType::Float);
   };
   const Tensor grad_regions = rows_like(inputs.regions, for_regions), grad_words = rows_like(inputs.words, for_words);
   Tensor grad_weights = torch::stable::new_empty(inputs.weights, {for_weights ? pairs : 0, dim});

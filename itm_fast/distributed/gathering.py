@@ -50,7 +50,7 @@ def gather_sets(sets: Sets, counts: Sequence[int], world: World) -> Sets:
     numbers = lengths.tolist()
     ends = [0, *accumulate(counts)]
     rows = tuple(sum(numbers[first:last]) for first, last in pairwise(ends))
-    values = _GatherRows.apply(sets.values, rows, world)
+    values = _GatherRows.apply(sets.trimmed().values, rows, world)
     return Fragments(values, offsets, check=False, max_length=max(numbers, default=0))
 
 

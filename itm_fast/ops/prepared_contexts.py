@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,14 +63,22 @@ class PreparedContexts:
     def __repr__(self) -> str:
         return f"PreparedContexts({self.fragments!r}, nbytes={self.nbytes})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies count changes of their own values."""
+        return _restored, (self.fragments, self.grams)
+
     def check_usable(self, queries: Tensor) -> None:
         """Raise if a gradient is needed, or if the contexts were modified after `prepare`."""
         if is_differentiated(queries, self.fragments.values):
             raise RuntimeError(
                 "contexts: prepared contexts support no gradient; pass the Fragments, or call under torch.no_grad()"
             )
-        if _version(self.fragments.values) not in (None, self._version):
+        if self._version is not None and _version(self.fragments.values) not in (None, self._version):
             raise RuntimeError("contexts: the values were modified in place after prepare; call prepare again")
+
+
+def _restored(fragments: Fragments, grams: Tensor | None) -> PreparedContexts:
+    return PreparedContexts(fragments, grams, _version(fragments.values))
 
 
 def prepare(contexts: Fragments) -> PreparedContexts:

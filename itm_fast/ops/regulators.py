@@ -203,7 +203,9 @@ def _native_scores(
     negative_slope: float,
     focal: str | None,
 ) -> Tensor:
-    if seed is not None and not isinstance(seed, Tensor):
+    if isinstance(seed, Tensor):
+        seed = seed.clone()  # The backward draws the same masks, also if the caller changes the seed before it.
+    elif seed is not None:
         seed = torch.full((1,), seed, dtype=torch.int64, device=queries.device)  # No synchronization.
     return _apply(
         "regulated_scores",

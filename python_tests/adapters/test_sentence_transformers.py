@@ -19,6 +19,7 @@ from sentence_transformers.util import similarity
 from itm_fast.adapters import sentence_transformers as native
 from itm_fast.losses import TripletLoss
 from python_tests.helpers.bert import WORDS, write_bert
+from python_tests.helpers.fragments import native_calls
 
 QUERIES = ["a red ball", "the dog", "tree"]
 DOCUMENTS = ["a ball and a red car", "a dog", "the tree and the sun", "boat"]
@@ -45,7 +46,9 @@ def test_similarities_of_an_encoder(encoder: MultiVectorEncoder, name: str) -> N
     wanted = encoder.similarity(queries, documents)
     pairs = encoder.similarity_pairwise(queries, documents[:3])
     assert native.use_native_similarity(encoder) is encoder
-    torch.testing.assert_close(encoder.similarity(queries, documents), wanted, **EXACT)
+    with native_calls() as called:
+        torch.testing.assert_close(encoder.similarity(queries, documents), wanted, **EXACT)
+    assert "maxsim_scores" in [name for name, _ in called]
     torch.testing.assert_close(encoder.similarity_pairwise(queries, documents[:3]), pairs, **EXACT)
     torch.testing.assert_close(pairs, wanted.diagonal(), **EXACT)
 

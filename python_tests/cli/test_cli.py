@@ -96,8 +96,9 @@ def test_train_help_all_lists_every_setting(
 
 COMMANDS = [
     [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["speech"], ["features"], ["curves"],
-    ["realign"], ["convert"], ["bench"], ["score"], ["data"],
-    *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
+    ["realign"], ["convert"], ["bench"], ["score"], ["search"], ["serve"], ["data"], ["index"],
+    *(["data", name] for name in ("emoji", "import", "pack", "synthesize", "check")),
+    *(["index", name] for name in ("build", "add", "delete", "compact", "info", "check")),
 ]  # fmt: skip
 
 

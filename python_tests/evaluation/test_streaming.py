@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from itm_fast import Fragments, cli
-from itm_fast.evaluation import evaluate, evaluate_ensemble, stream_ranks, top_k
+from itm_fast.evaluation import evaluate, evaluate_ensemble, protocols, stream_ranks, top_k
 from itm_fast.functional import retrieval_ranks
 from python_tests.evaluation.test_evaluation import Gallery, TableModel, random_table
 from python_tests.helpers.commands import train_small
@@ -138,15 +138,22 @@ def test_what_is_refused() -> None:
         evaluate(TableModel(random_table(2, 2)), Gallery([0, 1], 2), streaming=True, tile_images=0)
 
 
-def test_the_command_gives_the_same_recalls(tmp_path: Path) -> None:
+def test_the_command_gives_the_same_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_concepts(tmp_path / "data")
     run = train_small(data, tmp_path / "run")
-    results = []
+    results, streamed = [], []
+
+    def noting(*given: Any, **more: Any) -> Any:
+        streamed.append(len(results))
+        return stream_ranks(*given, **more)
+
+    monkeypatch.setattr(protocols, "stream_ranks", noting)
     for flags in ([], ["--streaming"]):
         file = tmp_path / "result.json"
         arguments = ["evaluate", "--checkpoint", str(run), "--data", str(data), "--json", str(file), *flags]
         assert cli.run(arguments) == 0
         results.append(json.loads(file.read_text()))
+    assert streamed == [1]
     for result in results:
         assert result.pop("seconds") >= 0
     assert results[0].pop("mean_distance") == pytest.approx(results[1].pop("mean_distance"), rel=1e-9)

@@ -14,6 +14,7 @@ import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import peak_memory
+from itm_fast.ops import library
 from itm_fast.ops.cross_attention import longest_set, rounded_length
 from itm_fast.ops.library import use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
@@ -290,7 +291,8 @@ def test_the_operator_itself_refuses_what_its_kernels_cannot_read() -> None:
         operator(*tensors, *OPTIONS[:-1], "int4")
 
 
-def test_a_device_without_autocast_or_kernels_takes_the_packed_form() -> None:
+def test_a_device_without_autocast_or_kernels_takes_the_packed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_warned", set())
     words, regions = (
         Fragments(torch.zeros(6, 4, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta"), max_length=3)
         for _ in range(2)

@@ -169,10 +169,12 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     incoming = torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
     found = []
     threads = torch.get_num_threads()
-    for number in (1, 4):
-        torch.set_num_threads(number)
-        found.append(run(F_itm.domain_regularization, batch, incoming))
-    torch.set_num_threads(threads)
+    try:
+        for number in (1, 4):
+            torch.set_num_threads(number)
+            found.append(run(F_itm.domain_regularization, batch, incoming))
+    finally:
+        torch.set_num_threads(threads)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 

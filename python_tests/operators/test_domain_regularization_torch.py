@@ -349,3 +349,25 @@ def test_without_regularization_no_scores_are_needed() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             losses.DomainRegularization(**settings)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_behind_the_last_set_receive_no_gradient(dtype: torch.dtype) -> None:
+    """A compiled `from_padded` leaves such rows."""
+    padded, lengths = torch.randn(3, 6, 8).to(dtype), torch.tensor([2, 3, 1])
+    words = Fragments.from_padded(torch.randn(3, 4, 8).to(dtype))
+    weights, biases = torch.randn(3, 8), torch.randn(3)
+
+    def risk(rows: Tensor) -> Tensor:
+        return F_itm.domain_regularization(Fragments.from_padded(rows, lengths), words, weights, biases)[0].sum()
+
+    found = []
+    for function in (risk, torch.compile(risk, backend="aot_eager", fullgraph=True)):
+        freed = [torch.full((18, 8), torch.nan, dtype=dtype) for _ in range(20)]
+        del freed  # The gradient may get this memory.
+        rows = padded.clone().requires_grad_()
+        function(rows).backward()
+        found.append(rows.grad)
+    assert torch.equal(*found)
+    assert not found[1][torch.arange(6) >= lengths[:, None]].any()

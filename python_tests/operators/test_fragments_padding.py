@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import safetensors.torch
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments
@@ -105,3 +107,49 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     safetensors.torch.save_file({"values": torch.zeros(3, 2), "offsets": torch.tensor([0, 4])}, file)
     with pytest.raises(ValueError, match=rf"^{file}: offsets: expected the last to be the number of rows 3, got 4$"):
         Fragments.load(file)
+
+
+@pytest.fixture
+def packed_twice() -> Iterator[tuple[list[Fragments], list[Fragments]]]:
+    """Pack two batches in eager mode, and in a compiled function, which leaves rows behind the last set."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *one: Fragments.from_padded(*one), backend="eager", fullgraph=True)
+    batches = [(torch.randn(2, 5, 8), torch.tensor([2, 3])), (torch.randn(3, 5, 8), torch.tensor([1, 0, 4]))]
+    yield [Fragments.from_padded(*one) for one in batches], [compiled(*one) for one in batches]
+    torch._dynamo.reset()
+
+
+def test_rows_behind_the_last_set_belong_to_no_set(
+    packed_twice: tuple[list[Fragments], list[Fragments]], tmp_path: Path
+) -> None:
+    plain, with_rest = packed_twice
+    assert [len(one.values) for one in with_rest] == [10, 15]
+    with_rest = [one.to(torch.float64).with_values(one.values) for one in with_rest]
+    moved = [_pytree.tree_map(lambda tensor: tensor.clone(), one) for one in with_rest]
+    for parts in (with_rest, moved, [plain[0], with_rest[1]]):
+        joined, expected = Fragments.cat(parts), Fragments.cat(plain)
+        assert torch.equal(joined.values, expected.values)
+        assert torch.equal(joined.offsets, expected.offsets)
+    for one, other in zip(with_rest, plain, strict=True):
+        one.check_offsets()
+        assert torch.equal(one.trimmed().values, other.values)
+        assert all(torch.equal(left, right) for left, right in zip(one.to_padded(), other.to_padded(), strict=True))
+        one.save(tmp_path / "sets.safetensors")
+        assert torch.equal(Fragments.load(tmp_path / "sets.safetensors").values, other.values)
+        with pytest.raises(ValueError, match=r"^values: rows follow the last set, .* remove them by trimmed\(\)$"):
+            one.set_index()
+    assert plain[0].trimmed() is plain[0]
+
+
+def test_sets_are_joined_in_a_compiled_function() -> None:
+    torch._dynamo.reset()
+    one, two = torch.randn(2, 5, 8), torch.randn(3, 5, 8)
+    lengths, others = torch.tensor([2, 3]), torch.tensor([1, 0, 4])
+    contexts = Fragments.from_padded(torch.randn(3, 4, 8))
+
+    def scores() -> Tensor:
+        both = Fragments.cat([Fragments.from_padded(one, lengths), Fragments.from_padded(two, others)])
+        return F_itm.cross_attention_scores(both, contexts)
+
+    assert torch.equal(torch.compile(scores, backend="eager", fullgraph=True)(), scores())
+    torch._dynamo.reset()

@@ -23,7 +23,7 @@ def run_native_tests(instruction_set):
     command = [sys.executable, "-m", "pytest", "-q", "-m", "native", "-p", "no:cacheprovider"]
     selected = itm_fast.build_info()["instruction_sets"]["selected"]
     if selected in LOW_PRECISION_ALONE and instruction_set in ("avx512", *LOW_PRECISION_ALONE):
-        command += ["-k", "16 or half or precision"]
+        command += ["-k", "16 or half or precision or medium"]
     return run([*command, *files], cwd=ROOT, ITM_FAST_CPU_ISA=instruction_set)
 
 

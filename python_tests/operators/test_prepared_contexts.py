@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -171,3 +174,17 @@ def test_the_reference_serves_them_without_a_library(monkeypatch: pytest.MonkeyP
     with pytest.warns(FallbackWarning, match="packed reference"):
         scores = F_itm.cross_attention_scores(words, prepared)
     assert torch.equal(scores, reference.cross_attention_scores_packed(words, regions))
+
+
+def test_copies_and_compiled_results_are_used_like_the_original() -> None:
+    queries, contexts = (random_fragments([2, 3], 6, torch.float32, seed=seed) for seed in (0, 1))
+    prepared = F_itm.prepare(contexts)
+    compiled = torch.compile(F_itm.prepare, backend="eager")(contexts)
+    expected = F_itm.cross_attention_scores(queries, prepared)
+    copies = [copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
+    for one in (*copies, compiled):
+        assert torch.equal(F_itm.cross_attention_scores(queries, one), expected)
+    for one in (prepared, *copies):
+        one.fragments.values.mul_(2)
+        with pytest.raises(RuntimeError, match="contexts: the values were modified in place after prepare"):
+            F_itm.cross_attention_scores(queries, one)

@@ -9,7 +9,7 @@ import torch
 
 import itm_fast
 import itm_fast.functional as F_itm
-from itm_fast import Fragments, reference
+from itm_fast import Fragments, nn, reference
 from itm_fast.functional import RegulatorParameters
 from itm_fast.ops import library
 from python_tests.helpers.fragments import random_fragments
@@ -390,3 +390,21 @@ def test_compiled_inference_and_training_call_the_kernels() -> None:
     aligned = F_itm.cross_attention_alignments(QUERIES, CONTEXTS, WEIGHT, weights[1])
     for own, other in zip(compiled, torch.autograd.grad(plain.sum() + aligned.square().sum(), weights), strict=True):
         torch.testing.assert_close(own, other)
+
+
+def test_a_seed_that_changes_before_the_backward_changes_no_mask() -> None:
+    """As in a module with one seed, whose scores are computed twice for one loss."""
+    parameters = nn.RegulatedSimilarity(6, 4).regulator_parameters()
+    contexts = random_fragments([4, 1], 6, torch.float32, seed=1)
+    found = []
+    for keeps in (True, False):
+        seed, total = torch.tensor([5]), torch.zeros(())
+        queries = random_fragments([2, 3], 6, torch.float32)
+        queries = queries.with_values(queries.values.detach().clone().requires_grad_())
+        for _ in range(2):
+            given = seed.clone() if keeps else seed
+            total = total + F_itm.regulated_scores(queries, contexts, parameters, dropout=0.5, seed=given).sum()
+            seed.add_(1)
+        total.backward()
+        found.append(queries.values.grad)
+    assert torch.equal(*found)

@@ -46,6 +46,8 @@ def test_an_index_is_built_and_searched(
         assert [hit["item"]["id"] for hit in line["hits"]] == [hit.item.id for hit in found.hits]
         # Captions that are encoded together may differ by rounding from one alone.
         assert [hit["score"] for hit in line["hits"]] == pytest.approx([hit.score for hit in found.hits], abs=1e-6)
+    printed = output(capsys, "search", path, caption, "--of", "captions", "--json", "-k", 3)
+    assert [hit["item"]["side"] for hit in json.loads(printed)["hits"]] == ["captions"] * 3
     table = output(capsys, "search", path, caption, "-k", 2)
     (found,) = opened.search(caption, 2)
     for hit in found.hits:
@@ -164,6 +166,23 @@ def test_a_folder_of_pictures_gives_the_same_index_as_its_features(
     with Image.open(io.BytesIO(index.thumbnail("4.png") or b"")) as small:
         close = np.asarray(small.convert("RGB")).astype(int) - emoji.pictures("test")[4]
     assert np.abs(close).mean() < 6
+
+
+def test_thumbnails_may_be_left_out(emoji_index: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    run_folder, pictures, _ = emoji_index
+    arguments = ["--checkpoint", run_folder, "--pictures", pictures, "--preprocessing", "emoji", "--no-thumbnails"]
+    assert cli.run(["index", "build", *map(str, arguments), "--out", str(tmp_path / "index")]) == 0
+    index = Index.open(tmp_path / "index")
+    assert index.size("images") == 10
+    assert index.thumbnail("4.png") is None
+
+
+def test_another_split_calibrates(
+    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--checkpoint", trained, "--data", data, "--out", tmp_path / "index", "--calibrate", "0.9"]
+    printed = output(capsys, "index", "build", *arguments, "--calibrate-split", "train")
+    assert re.search(r"candidates: 10, recall of the exact best 10: 1.000 over 120 captions\n", printed)
 
 
 def test_the_page_shows_pictures_and_escapes_texts(

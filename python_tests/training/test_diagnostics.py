@@ -322,13 +322,15 @@ def test_the_log_has_the_distances_of_the_step(
 
     def noting(*arguments: Any, **more: Any) -> Any:
         images, captions = arguments[-2:]
+        found = score(*arguments, **more)
         if arguments[0] is target and target.training:
-            seen.append((images, captions))
-        return score(*arguments, **more)
+            seen.append((images, captions, found))
+        return found
 
     def noting_both(queries: Any, contexts: Any, **more: Any) -> Any:
-        seen.append((contexts, queries) if more["attention"] == "t2i" else (queries, contexts))
-        return matching(queries, contexts, **more)
+        found = matching(queries, contexts, **more)
+        seen.append((*((contexts, queries) if more["attention"] == "t2i" else (queries, contexts)), found[1]))
+        return found
 
     monkeypatch.setattr(type(target), "score", noting)
     monkeypatch.setattr(F_itm, "matching_loss", noting_both)
@@ -336,12 +338,9 @@ def test_the_log_has_the_distances_of_the_step(
     logged = [trainer.stepper(batch, "hardest", number, diagnose=number > 2) for number in (1, 2, 3, 4)]
     assert not any("image_cosine" in numbers for numbers in logged[:2])
     numbers = logged[3]  # With ADDR, the third step trains the discriminators.
-    sides = [mean_pool(side) if isinstance(side, Fragments) else side for side in seen[-1]]
-    sides = [side.detach() for side in sides]
-    scores = torch.randn(20, 20)
-    expected = embedding_diagnostics(scores, torch.eye(20, dtype=torch.bool), *sides)
-    assert {name: numbers[name] for name in ("image_cosine", "caption_cosine")} == pytest.approx(
-        {name: expected[name] for name in ("image_cosine", "caption_cosine")}, rel=1e-6
-    )
-    assert 0 < numbers["hardest_distance"] < 2
+    *sides, scores = seen[-1]
+    sides = [(mean_pool(side) if isinstance(side, Fragments) else side).detach() for side in sides]
+    expected = embedding_diagnostics(scores.detach(), torch.eye(20, dtype=torch.bool), *sides)
+    names = ("image_cosine", "caption_cosine", "hardest_distance")
+    assert {name: numbers[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-6)
     assert not {"encode", "encode_fragments"} & target.__dict__.keys(), "the model is as before"

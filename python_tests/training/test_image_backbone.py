@@ -17,6 +17,7 @@ from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.evaluation import explain
 from itm_fast.models.vision_folder import read_vision_folder
 from itm_fast.nn.vision_backbone import class_of
+from itm_fast.training import reading
 from itm_fast.training.checkpoint import load_state
 from python_tests.helpers.bert import PIECES, SIZES, write_bert
 from python_tests.helpers.commands import error
@@ -300,6 +301,23 @@ def test_augmented_pictures_depend_on_seed_epoch_and_caption_alone(
     plain = attrs.evolve(chosen, out=str(tmp_path / "plain"), picture_augmentation="none")
     run(plain)
     assert not same(weights(tmp_path / "whole"), weights(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("augmentation", ["crop", "crop_flip"])
+def test_each_epoch_augments_with_its_own_numbers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, augmentation: str
+) -> None:
+    made = []
+
+    class Noted(PictureAugmentation):
+        def __init__(self, *given: object) -> None:
+            made.append(given)
+            super().__init__(*given)
+
+    monkeypatch.setattr(reading, "PictureAugmentation", Noted)
+    chosen = settings(folder, tmp_path / "run", picture_augmentation=augmentation, crop_area=0.2, seed=7, epochs=2)
+    run(chosen)
+    assert made == [(7, epoch, 0.2, augmentation == "crop_flip") for epoch in (0, 1)]
 
 
 def test_crops_and_flips(folder: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -11,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from itm_fast.distributed import World
+from itm_fast.distributed.launch import Launch
 from itm_fast.evaluation import score_matrix
+from itm_fast.losses.quintuplet_loss import QuintupletLoss
 from itm_fast.losses.rectified_loss import pair_losses, predicted_labels
 from itm_fast.training import TrainConfig, train
 from itm_fast.training.rivals.meta_spn import WeightNetwork, pair_terms
 from itm_fast.training.rivals.mixture import low_share
 from itm_fast.training.rivals.offline import offline_negatives, paired_scores
+from itm_fast.training.step import Stepper
 from python_tests.helpers.commands import error
 from python_tests.helpers.runs import config, differences, make_trainer, run, what_a_run_leaves
 
@@ -54,6 +59,23 @@ def test_a_run_resumes_bit_for_bit(data: Path, tmp_path: Path, scenario: str) ->
     own = {"aoq": "offline_gap", "ncr": "clean_share", "meta_spn": "meta_loss", "sam": "adaptive_loss"}[scenario]
     late = 1 if scenario == "sam" else 2  # SAM adds to the loss of the warm-up, too.
     assert [own in line for line in numbers] == [line["epoch"] >= late for line in numbers]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"scenario": scenario}, f"scenario: {scenario} trains in one process, got 2") for scenario in SCENARIOS),
+        (
+            {"scenario": "addr", "model": "scan", "discriminator_captions": "image"},
+            "discriminator_captions: image trains in one process, got 2",
+        ),
+    ],
+)
+def test_single_processes_alone_train_them(data: Path, tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    chosen = config(data, tmp_path, **{"model": "vsepp", **changes})
+    trainer = make_trainer(chosen)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Stepper(chosen, trainer.model, trainer.train_data.vocabulary, trainer.device, 4, world=World(Launch(0, 2)))
 
 
 def test_a_stop_within_an_epoch_changes_nothing(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +128,35 @@ def test_the_scenario_scores_the_pairs_that_it_names(data: Path, tmp_path: Path)
     ]  # fmt: skip
     torch.testing.assert_close(offline.detach(), torch.stack(expected))
     torch.testing.assert_close(scores.detach(), table[owners[own]][:, own])
+
+
+def test_a_step_weighs_the_offline_negatives_of_its_epoch(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New ones are searched after `offline_every` epochs."""
+    chosen = {"offline_margin": 0.07, "offline_alpha": 0.4, "offline_beta": 1.7}
+    trainer = make_trainer(settings(data, tmp_path, "aoq", epochs=5, halve_loss=False, **chosen))
+    scenario, seen = trainer.stepper.scenario, []
+    scores = scenario._scores
+
+    def noting(functions: Any, negatives: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((negatives, scores(functions, negatives)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(scenario, "_scores", noting)
+    batches, mined = trainer._batches(0), []
+    for number in range(5 * trainer.steps_per_epoch):
+        batch, epoch = next(batches), number // trainer.steps_per_epoch
+        loss = trainer.stepper(batch, "hardest", number)["loss"]
+        if epoch == 0:
+            continue
+        negatives, found = seen[-1]
+        same = batch.image_index[:, None] == batch.image_index
+        plain = QuintupletLoss(0.2, offline_margin=0.07, alpha=0.4, beta=1.7)(*found, positives=same)
+        assert loss == pytest.approx(float(plain.detach()), rel=1e-6)
+        assert torch.equal(negatives, scenario._negatives[(epoch - 1) % 2])
+        mined.append(scenario._mined)
+    assert sorted(set(mined)) == [1, 3]
 
 
 def test_mixtures_find_the_group_with_low_values() -> None:
@@ -162,6 +213,30 @@ def test_two_networks_divide_the_pairs_for_each_other(data: Path, tmp_path: Path
     assert torch.equal(only_clean, found * (clean > 0.5))
     losses = pair_losses(scores[0], 0.2, positives=same)
     assert float(losses[noisy[functions.batch.caption_index]].mean()) > float(losses.mean())
+
+
+def test_a_step_of_a_network_takes_the_division_by_the_other(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second half of the epochs after the warm-up on, noisy pairs count."""
+    trainer = make_trainer(settings(data, tmp_path, "ncr", epochs=5))
+    scenario, found = trainer.stepper.scenario, []
+    losses = scenario._losses
+
+    def noting(scores: Tensor, clean: Tensor, own: Tensor, both: Tensor, with_noisy: bool, positives: Any) -> Tensor:
+        found.append((clean, with_noisy))
+        return losses(scores, clean, own, both, with_noisy, positives)
+
+    monkeypatch.setattr(scenario, "_losses", noting)
+    batches = trainer._batches(0)
+    for number in range(5 * trainer.steps_per_epoch):
+        found.clear()
+        batch, epoch = next(batches), number // trainer.steps_per_epoch
+        trainer.stepper(batch, "hardest", number)
+        assert [with_noisy for _, with_noisy in found] == [epoch >= 3] * (2 if epoch >= 1 else 0)
+        for index, (clean, _) in enumerate(found):
+            assert torch.equal(clean, scenario._clean[1 - index][batch.caption_index])
+    assert not torch.equal(*scenario._clean)
 
 
 def plain_terms(scores: Tensor, margin: float, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:

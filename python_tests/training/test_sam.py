@@ -102,8 +102,36 @@ def test_the_margins_of_a_batch(data: Path, tmp_path: Path, samples: str) -> Non
     own = measure.scores(batch.caption_index, batch.image_index)
     other = measure.scores(batch.caption_index[captions], batch.image_index)
     torch.testing.assert_close(margins[0], ((own - other) / 4).clamp(max=1.0))
+    # A negative image stands for its caption in the batch.
+    other = measure.scores(batch.caption_index[images], batch.image_index)
+    torch.testing.assert_close(margins[1], ((own - other) / 4).clamp(max=1.0))
     assert float(margins.std()) > 0.01
     if samples == "hardest":
         hidden = scores.detach().masked_fill(functions.images[:, None] == functions.images, -torch.inf)
         assert torch.equal(captions, hidden.argmax(1))
         assert torch.equal(images, hidden.argmax(0))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_step_adds_the_weighted_hinges(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mean: bool
+) -> None:
+    trainer = make_trainer(config(data, tmp_path, scenario="sam", model="vsepp", sam_weight=3.0, mean_loss=mean))
+    scenario, batch = trainer.stepper.scenario, next(trainer._batches(0))
+    same = batch.image_index[:, None] == batch.image_index
+    functions = trainer.stepper._functions(batch, "hardest", same)
+    totals, backward = [], scenario.target.backward
+
+    def noting(loss: torch.Tensor, number: int) -> dict[str, float]:
+        totals.append(float(loss.detach()))
+        return backward(loss, number)
+
+    monkeypatch.setattr(scenario.target, "backward", noting)
+    with torch.no_grad():
+        scores, own = functions.scores_and_loss(trainer.model.train())
+        captions, images = scenario._negatives(scores, functions.images)
+        hinges = adaptive_losses(scores, captions, images, scenario._margins(functions, captions, images))
+    trainer.stepper(batch, "hardest", 0)
+    assert float(hinges.sum()) > 0.1
+    expected = float(own) + 3.0 * float(hinges.sum()) / (len(scores) if mean else 1)
+    assert totals == pytest.approx([expected], rel=1e-5)
