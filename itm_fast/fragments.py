@@ -130,7 +130,8 @@ class Fragments:
         return Fragments(values, self.offsets, check=False, max_length=self._max_length)
 
     def _may_have_rest(self) -> bool:
-        if self.offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        is_readable = type(self.offsets) is Tensor and self.offsets.device.type == "cpu"  # No fake tensor.
+        if not is_readable or torch.compiler.is_compiling():
             return self._has_rest
         return self._has_rest or int(self.offsets[-1]) < self.values.shape[0]
 
