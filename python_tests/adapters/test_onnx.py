@@ -73,7 +73,8 @@ def test_strings_and_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected evaluation mode, .*; call model\.eval\(\)"):
         onnx.export_onnx(model, tmp_path / "onnx")
     model.eval()
-    model.tokenizer = Vocabulary(["<pad>", "<start>", "<end>", "<unk>", "red", "ball"])
+    words = ["<pad>", "<start>", "<end>", "<unk>", "red", "ball", *map(str, range(14))]
+    model.tokenizer = Vocabulary(words)
     onnx.export_onnx(model, tmp_path / "onnx")
     exported = onnx.OnnxModel(tmp_path / "onnx")
     captions, lengths = exported.encode_captions(["a red ball", "ball"])
