@@ -35,7 +35,8 @@ TILE_WARPS, SLICE_BYTES = 8, 64
 SET_ROWS, SET_SLICE_BYTES = 64, 256
 # Channels of a chunk, and columns of a product (RegulationTile112).
 CHUNK, COLUMNS = 512, 128
-SUM_ROWS, SUM_COLUMNS = 48, 256  # of a gradient, for a block that sums it over rows (row_sums.h)
+# Of a gradient, for a block that sums it over rows; outputs of a bias (row_sums.h).
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 48, 256, 8
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
 SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16, ProductTile<112, 128, 2, 4, 4, 256>, 1>"
@@ -93,6 +94,7 @@ class Launch:
         blocks: of equal work; a multiprocessor takes whole ones. 0: many.
         times: number of such launches.
         tasks: instead of `blocks`, numbers and sizes of tasks, in the order in which free multiprocessors take them.
+        in_turn: multiprocessors take the tasks in turn, whether they are free or not.
     """
 
     kernel: str
@@ -100,6 +102,7 @@ class Launch:
     blocks: int = 0
     times: float = 1.0
     tasks: tuple[tuple[int, float], ...] = ()
+    in_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,10 +183,14 @@ def unevenness(launch: Launch, cores: int) -> float:
     Multiprocessors without a block are idle, and the last ones finish alone.
     """
     if launch.tasks:
-        ends = [0.0] * cores
+        ends, number = [0.0] * cores, 0
         for count, size in launch.tasks:
             for _ in range(count):
-                heapq.heapreplace(ends, ends[0] + size)
+                if launch.in_turn:
+                    ends[number % cores] += size
+                else:
+                    heapq.heapreplace(ends, ends[0] + size)
+                number += 1
         return max(ends) * cores / sum(ends)
     return math.ceil(launch.blocks / cores) * cores / launch.blocks if launch.blocks else 1.0
 
@@ -368,17 +375,27 @@ def regulated_step(batch: int, dim: int = costs.DIM, partners: int = 3) -> Work:
     tiles = batch * math.ceil(words / costs.TILE_REGIONS)
     chunks = math.ceil(words * batch / KEPT_ROWS)
     of_tiles = Launch(DIFFERENTIATED, {"product": 2 * hmma / chunks}, math.ceil(tiles / chunks), chunks)
-    # Parts of the gradients of weights sum all rows of a chunk. Those of a context set sum its own rows, in four
-    # products: the attention and the scores of two steps.
-    hidden, narrow = 2 * costs.ALIGNMENT, costs.ALIGNMENT // 2
-    layers = (*[(costs.ALIGNMENT, dim)] * 2, (hidden, costs.ALIGNMENT), (dim, hidden), (narrow, costs.ALIGNMENT))
-    layers += ((1, narrow), *[(costs.ALIGNMENT, costs.ALIGNMENT)] * 2)
-    of_weights = sum(sum_tasks(*layer) for layer in layers)
-    of_contexts = math.ceil(batch * sum_tasks(REGIONS, dim) / chunks)
-    tasks = (of_weights, words * batch / chunks), (of_contexts, 4 * words)
-    return Work(
-        cost, (*forward.counted, of_tiles, Launch(DIFFERENTIATED, {"sum of rows": hmma / chunks}, 0, chunks, tasks))
+    tasks = (
+        *weight_tasks(words * batch / chunks, dim),
+        (math.ceil(batch * sum_tasks(REGIONS, dim) / chunks), 4 * words),
     )
+    sums = Launch(DIFFERENTIATED, {"sum of rows": hmma / chunks}, 0, chunks, tasks, in_turn=True)
+    return Work(cost, (*forward.counted, of_tiles, sums))
+
+
+def weight_tasks(rows: float, dim: int) -> list[tuple[int, float]]:
+    """Return numbers and sizes of the tasks for the gradients of RCAR's weights and biases, in the order of the kernel.
+
+    A part of a weight sums all rows, or one row per pair. The time of a bias is not counted.
+    """
+    width, hidden, narrow, pairs = costs.ALIGNMENT, 2 * costs.ALIGNMENT, costs.ALIGNMENT // 2, rows / WORDS
+    layers = [(width, dim, rows)] * 2
+    layers += [(hidden, width, rows), (dim, hidden, rows), (narrow, width, rows), (1, narrow, rows)]
+    layers += [(width, width, pairs), (width, width, rows), (1, width, pairs)] * 2 + [(1, width, pairs)]
+    found: list[tuple[int, float]] = []
+    for outputs, inputs, depth in layers:
+        found += [(sum_tasks(outputs, inputs), depth), (math.ceil(outputs / SUM_WARPS), 0.0)]
+    return found
 
 
 def sum_tasks(rows: int, columns: int) -> int:

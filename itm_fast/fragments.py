@@ -78,7 +78,8 @@ class Fragments:
         """Pack padded sets.
 
         Works under `torch.compile(fullgraph=True)`. There, padding rows are moved behind the last set instead of
-        removed, because the number of rows in a graph must not depend on values. `trimmed` removes them outside of it.
+        removed, because the number of rows in a graph must not depend on values. `trimmed` removes them outside of it;
+        `set_index` and `to_padded` do not work in the same graph.
 
         Args:
             padded: `(n_sets, max_len, d)` floating point.
@@ -124,12 +125,14 @@ class Fragments:
 
         Not for use in a compiled function. Synchronizes with a GPU if there may be such rows.
         """
-        if not self._may_have_rest():
+        if not self.may_have_rest:
             return self
         values = self.values[: int(self.offsets[-1])]
         return Fragments(values, self.offsets, check=False, max_length=self._max_length)
 
-    def _may_have_rest(self) -> bool:
+    @property
+    def may_have_rest(self) -> bool:
+        """Whether rows may follow the last set. False is certain on the CPU, outside of compiled functions."""
         is_readable = type(self.offsets) is Tensor and self.offsets.device.type == "cpu"  # No fake tensor.
         if not is_readable or torch.compiler.is_compiling():
             return self._has_rest
@@ -202,7 +205,7 @@ class Fragments:
 
     def to_padded(self, fill: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return the sets padded on the right with `fill`, `(n_sets, max_length, d)`, and their lengths `(n_sets,)`."""
-        if self._may_have_rest() and not torch.compiler.is_compiling():
+        if self.may_have_rest and not torch.compiler.is_compiling():
             return self.trimmed().to_padded(fill)
         rows = torch.arange(self.values.shape[0], device=self.values.device)
         sets = self.set_index()
@@ -214,9 +217,9 @@ class Fragments:
         """Return the index of the set that each row belongs to, int64 `(N,)`.
 
         Raises:
-            ValueError: rows follow the last set; `trimmed` removes them.
+            ValueError: rows follow the last set; `trimmed` removes them. (In a compiled function: RuntimeError.)
         """
-        if self._may_have_rest() and not torch.compiler.is_compiling():
+        if self.may_have_rest and not torch.compiler.is_compiling():
             raise ValueError(
                 "values: rows follow the last set, as after from_padded under torch.compile; remove them by trimmed()"
             )

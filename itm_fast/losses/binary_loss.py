@@ -25,7 +25,7 @@ class BCELoss(ScoreLoss):
 
     Args:
         mining: the negatives of an anchor: "hardest" (published) or "all".
-        clamp: epsilon, at least 1e-7, below which 1 - epsilon is 1 in float32, and below 0.5. Published: 1e-6.
+        clamp: epsilon, at least 1e-7, so that 1 - epsilon is below 1 in float32, and below 0.5. Published: 1e-6.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
         reduction: "sum" (published); "mean" divides the sum by B; "none" keeps the anchors apart.
 

@@ -46,7 +46,7 @@ class FDFConfig:
         choices=CONVERSIONS,
     )
     conversion_residual: bool = setting(
-        False, help="Add the input of the feed-forward network to its output, as itm-fast train does."
+        False, help="Add the input of the feed-forward network to its output; itm-fast train turns this on."
     )
     reweighting: bool = setting(
         True, help="Learn the weights of the conversions for each feature, instead of averaging them."

@@ -60,6 +60,7 @@ class GeneralizedPooling(nn.Module):
             TypeError, ValueError: a type or shape does not fit, or a set is empty.
         """
         sets = _as_sets(features, lengths)
+        sets = sets if torch.compiler.is_compiling() else sets.trimmed()
         values = sets.values.to(torch.promote_types(sets.dtype, torch.float32))
         counts = sets.lengths.cpu()
         if not len(counts):

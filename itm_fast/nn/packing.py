@@ -72,4 +72,4 @@ def rows_of_padded(sets: Fragments, padded: Tensor) -> Tensor:
 
 
 def _is_full(sets: Fragments) -> bool:
-    return sets.values.shape[0] == len(sets) * sets.max_length
+    return not sets.may_have_rest and sets.values.shape[0] == len(sets) * sets.max_length

@@ -64,7 +64,8 @@ class PreparedContexts:
         return f"PreparedContexts({self.fragments!r}, nbytes={self.nbytes})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies count changes of their own values."""
+        """Copies count changes of their own values. Raise if these were modified after `prepare`."""
+        self._check_version()
         return _restored, (self.fragments, self.grams)
 
     def check_usable(self, queries: Tensor) -> None:
@@ -73,6 +74,9 @@ class PreparedContexts:
             raise RuntimeError(
                 "contexts: prepared contexts support no gradient; pass the Fragments, or call under torch.no_grad()"
             )
+        self._check_version()
+
+    def _check_version(self) -> None:
         if self._version is not None and _version(self.fragments.values) not in (None, self._version):
             raise RuntimeError("contexts: the values were modified in place after prepare; call prepare again")
 

@@ -93,7 +93,7 @@ def pair_batches(queries: Fragments, contexts: Fragments) -> Iterator[tuple[Tens
 
 
 def _is_uniform(fragments: Fragments) -> bool:
-    return len(fragments) * fragments.max_length == fragments.values.shape[0]
+    return not fragments.may_have_rest and len(fragments) * fragments.max_length == fragments.values.shape[0]
 
 
 def _batch_scores(
@@ -203,6 +203,8 @@ def cross_attention_scores_packed(
     }
     if len(queries) == 0 or len(contexts) == 0:
         return queries.values.new_zeros(len(queries), len(contexts))
+    if not torch.compiler.is_compiling():
+        queries, contexts = queries.trimmed(), contexts.trimmed()
     context_length, query_length = max(contexts.max_length, 1), max(queries.max_length, 1)
     if len(contexts) * context_length * queries.values.shape[0] <= block_elements:
         return _packed_block(queries.values, queries.offsets, *contexts.to_padded(), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,12 +184,15 @@ def test_parts_of_the_gradients_of_rcar_take_unequal_time() -> None:
     """By hand: 48 x 256 numbers are a part. 119 of RCAR's weights sum all rows, four of each image its rows only."""
     of_weights = 2 * 6 * 4 + 11 + 22 * 2 + 3 + 1 + 2 * 6
     hardest, of_all = (kernels.regulated_step(128, partners=partners).counted[-1] for partners in (3, 128))
-    assert hardest.tasks == ((of_weights, 3 * 13 * 128), (4 * 128, 3 * 13 * 4))
-    # 11 of 108 multiprocessors take two parts of weights. Over all negatives, one of 132 takes a second part.
-    assert kernels.unevenness(hardest, 108) == pytest.approx(1.6, rel=0.01)
-    assert kernels.unevenness(hardest, 132) == pytest.approx(1.01, rel=0.01)
-    assert sum(count for count, _ in of_all.tasks) == 133
-    assert kernels.unevenness(of_all, 132) > 2
+    rows = 3 * 13 * 128
+    assert sum(count for count, size in hardest.tasks if size == rows) == of_weights
+    assert hardest.tasks[:4] == ((24, rows), (32, 0.0), (24, rows), (32, 0.0))
+    assert hardest.tasks[-1] == (4 * 128, 3 * 13 * 4)
+    assert sum(count for count, size in of_all.tasks if size > 5000) == of_weights + 14
+    # In turn, a multiprocessor gets the first, the eighth and the ninth task; free ones share them.
+    launch = kernels.Launch("k", {}, tasks=((1, 4.0), (6, 0.0), (2, 4.0)), in_turn=True)
+    assert kernels.unevenness(launch, 7) == 8.0 * 7 / 12
+    assert kernels.unevenness(replace(launch, in_turn=False), 7) == 4.0 * 7 / 12
 
 
 def test_a_step_with_scores_and_loss_together_saves_a_launch() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import itm_fast.functional as F_itm
-from itm_fast import Fragments
+from itm_fast import Fragments, reference
+from itm_fast.nn.packing import padded_rows
 
 
 def padded_with(lengths: list[int], max_len: int = 6, dim: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -130,7 +131,8 @@ def test_rows_behind_the_last_set_belong_to_no_set(
         joined, expected = Fragments.cat(parts), Fragments.cat(plain)
         assert torch.equal(joined.values, expected.values)
         assert torch.equal(joined.offsets, expected.offsets)
-    for one, other in zip(with_rest, plain, strict=True):
+    assert [one.may_have_rest for one in (*plain, *with_rest, *moved)] == [False] * 2 + [True] * 4
+    for one, other in zip([*with_rest, *moved], [*plain, *plain], strict=True):
         one.check_offsets()
         assert torch.equal(one.trimmed().values, other.values)
         assert all(torch.equal(left, right) for left, right in zip(one.to_padded(), other.to_padded(), strict=True))
@@ -139,6 +141,20 @@ def test_rows_behind_the_last_set_belong_to_no_set(
         with pytest.raises(ValueError, match=r"^values: rows follow the last set, .* remove them by trimmed\(\)$"):
             one.set_index()
     assert plain[0].trimmed() is plain[0]
+
+
+def test_rows_behind_sets_that_fill_the_padding() -> None:
+    """The number of rows is then that of full sets."""
+    torch._dynamo.reset()
+    padded, lengths = padded_with([1, 3], max_len=3)
+    plain = Fragments.from_padded(padded, lengths)
+    packed = torch.compile(lambda *one: Fragments.from_padded(*one), backend="eager", fullgraph=True)(padded, lengths)
+    assert packed.max_length * len(packed) == len(packed.values)
+    contexts = Fragments.from_padded(torch.randn(2, 4, 8))
+    assert torch.equal(padded_rows(packed, packed.values), padded_rows(plain, plain.values))
+    for form in (reference.cross_attention_scores, reference.cross_attention_scores_packed):
+        assert torch.equal(form(packed, contexts), form(plain, contexts))
+    torch._dynamo.reset()
 
 
 def test_sets_are_joined_in_a_compiled_function() -> None:

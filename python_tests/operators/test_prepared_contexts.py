@@ -187,4 +187,6 @@ def test_copies_and_compiled_results_are_used_like_the_original() -> None:
     for one in (prepared, *copies):
         one.fragments.values.mul_(2)
         with pytest.raises(RuntimeError, match="contexts: the values were modified in place after prepare"):
+            copy.deepcopy(one)
+        with pytest.raises(RuntimeError, match="contexts: the values were modified in place after prepare"):
             F_itm.cross_attention_scores(queries, one)

@@ -312,7 +312,7 @@ PUBLISHED |= {
     for model, numbers, options in [PUBLISHED[f"{host}-{data}"]]
 }
 # The paper keeps the settings of its hosts.
-FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
+FDF = {"conversions": 8, "conversion_layer": "ffn", "conversion_residual": False, "online_weight": 0.5}
 PUBLISHED |= {
     f"fdf-{name}-{data}": (model, {**numbers, **FDF, **others}, options)
     for data in ("f30k", "coco")
