@@ -391,10 +391,10 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     vocabulary = Path(directory) / VOCABULARY
     if regular.is_file(vocabulary):
         model.tokenizer = Vocabulary.from_file(vocabulary)
-        expected = getattr(model.encoder_config, "vocab_size", len(model.tokenizer))
-        if len(model.tokenizer) != expected:
+        known = getattr(model.encoder_config, "vocab_size", len(model.tokenizer))
+        if len(model.tokenizer) != known:
             raise ValueError(
-                f"{vocabulary}: {len(model.tokenizer)} words, but the model beside it knows {expected}; it belongs to "
+                f"{vocabulary}: {len(model.tokenizer)} words, but the model beside it knows {known}; it belongs to "
                 "another model"
             )
     return model.to(device).eval()

@@ -112,8 +112,7 @@ def save_models(
     """
     for number, model in enumerate(others, start=1):
         folder = Path(run) / BRANCHES / str(number)
-        saved = words is not None and words.saveable
-        vocabulary = {VOCABULARY: words.to_json().encode()} if saved else {}
+        vocabulary = {} if words is None or not words.saveable else {VOCABULARY: words.to_json().encode()}
         for name, content in {**vocabulary, **model.file_contents()}.items():
             atomic.write_bytes(folder / name, content, run)
     target.save(run)
