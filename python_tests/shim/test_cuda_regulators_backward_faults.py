@@ -21,8 +21,9 @@ KERNELS = "csrc/include/itm_fast/cuda/"
 KERNEL, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
     f"{KERNELS}regulation_backward{name}.h" for name in ("", "_tile", "_attention", "_steps", "_sums", "_launch")
 )
-AGAIN, LISTS, ROW_SUMS = (
-    f"{KERNELS}{name}.h" for name in ("regulation_recompute", "regulation_backward_lists", "row_sums")
+AGAIN, LISTS, PROBLEM, ROW_SUMS = (
+    f"{KERNELS}{name}.h"
+    for name in ("regulation_recompute", "regulation_backward_lists", "regulation_backward_problem", "row_sums")
 )
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE",)
 
@@ -48,6 +49,14 @@ FAULTS = {
     ),
     "products of the first rows for all rows": ((TILE, "rows + run * row_stride, n_run", "rows, n_run"), ERROR),
     "products of the first rows in place of all": ((TILE, "body(run + row, first + c,", "body(row, first + c,"), ERROR),
+    "a row per pair for the gradient of a weight of all rows": (
+        (
+            PROBLEM,
+            "list(a.turned_local, a.aligned, i, aligned, width, width, false,",
+            "list(a.turned_local, a.aligned, i, aligned, width, width, true,",
+        ),
+        ERROR,
+    ),
     "gradients of the first contexts alone": ((SUMS, "row_blocks(f.columns)", "1"), ERROR),
     "missing barrier after the sums": ((SUMS, "barrier();  // The sums have been read.", ""), RACE),
     "missing barrier of the grid before the sums": (
