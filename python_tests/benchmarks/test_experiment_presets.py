@@ -21,7 +21,7 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
-    "addr-claims", "dbl-claims", "fdf-claims", "rcar-claims", "selhn-claims", "selhn-models", "vision",
+    "addr-claims", "dbl-claims", "fdf-claims", "rcar-claims", "rcar-scenes", "selhn-claims", "selhn-models", "vision",
 ]  # fmt: skip
 
 
