@@ -132,11 +132,8 @@ class Fragments:
 
     @property
     def may_have_rest(self) -> bool:
-        """Whether rows may follow the last set. False is certain on the CPU, outside of compiled functions."""
-        is_readable = type(self.offsets) is Tensor and self.offsets.device.type == "cpu"  # No fake tensor.
-        if not is_readable or torch.compiler.is_compiling():
-            return self._has_rest
-        return self._has_rest or int(self.offsets[-1]) < self.values.shape[0]
+        """Whether rows may follow the last set, as after `from_padded` under `torch.compile`."""
+        return self._has_rest
 
     @classmethod
     def from_list(cls, tensors: Iterable[Tensor]) -> Fragments:

@@ -393,10 +393,7 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
         model.tokenizer = Vocabulary.from_file(vocabulary)
         known = getattr(model.encoder_config, "vocab_size", len(model.tokenizer))
         if len(model.tokenizer) != known:
-            raise ValueError(
-                f"{vocabulary}: {len(model.tokenizer)} words, but the model beside it knows {known}; it belongs to "
-                "another model"
-            )
+            raise ValueError(f"{vocabulary}: {len(model.tokenizer)} words, but the model in {directory} knows {known}")
     return model.to(device).eval()
 
 

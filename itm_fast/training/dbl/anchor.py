@@ -37,10 +37,16 @@ def frozen_anchor(
         raise ValueError("anchor: the scenario oas needs the RUN folder of a trained model: --anchor RUN")
     if resume:
         return copy.deepcopy(model)
+    words = Path(config.anchor) / VOCABULARY
+    has_words = regular.is_file(words)
+    if has_words:
+        # Among the settings, a different size would only be a number.
+        _check_same_vocabulary(words, vocabulary)
     anchor = models.load(config.anchor)
     if anchor.name != model.name:
         raise ValueError(f"anchor: {config.anchor} contains the model {anchor.name}, but this run trains {model.name}")
-    _check_same_vocabulary(Path(config.anchor) / VOCABULARY, vocabulary)
+    if not has_words:
+        raise ValueError(f"anchor: {config.anchor} contains no {VOCABULARY}; pass the run directory of its training")
     _check_same_settings(anchor, model, config.anchor)
     if config.anchor_start:
         model.load_state_dict(anchor.state_dict())
@@ -48,9 +54,6 @@ def frozen_anchor(
 
 
 def _check_same_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
-    # Compare vocabularies first: among the settings, a different size would only be a number.
-    if not regular.is_file(path):
-        raise ValueError(f"anchor: {path.parent} contains no {VOCABULARY}; pass the run directory of its training")
     kept = Vocabulary.from_file(path)
     if kept == vocabulary:
         return
