@@ -31,6 +31,7 @@ from python_tests.helpers.commands import error, train_small
 from python_tests.helpers.grid_encoder import GridEncoder
 from python_tests.helpers.pictures import SIDE, write_captions, write_encoder, write_pictures
 from python_tests.helpers.processes import ROOT
+from python_tests.helpers.recording import recording
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +89,8 @@ def test_pictures_become_a_trained_model(
     page = tmp_path / "pair.html"
     assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/png") > 2
-    opened = []
-
-    class Counted(StoredPictures):
-        def __init__(self, *given: object) -> None:
-            opened.append(self)
-            super().__init__(*given)
-
-    monkeypatch.setattr(picture_lookup, "StoredPictures", Counted)
+    opened: list[tuple[object, ...]] = []
+    monkeypatch.setattr(picture_lookup, "StoredPictures", recording(StoredPictures, opened))
     assert all(picture_of(splits["test"], image)[0] is not None for image in range(4))
     assert len(opened) == 1
     picture, grid = picture_of(splits["test"], 2)

@@ -22,6 +22,7 @@ from itm_fast.training.checkpoint import load_state
 from python_tests.helpers.bert import PIECES, SIZES, write_bert
 from python_tests.helpers.commands import error
 from python_tests.helpers.pictures import write_captions, write_encoder, write_pictures
+from python_tests.helpers.recording import recording
 from python_tests.helpers.runs import (
     assert_trained_as_one,
     config,
@@ -307,14 +308,8 @@ def test_augmented_pictures_depend_on_seed_epoch_and_caption_alone(
 def test_each_epoch_augments_with_its_own_numbers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, augmentation: str
 ) -> None:
-    made = []
-
-    class Noted(PictureAugmentation):
-        def __init__(self, *given: object) -> None:
-            made.append(given)
-            super().__init__(*given)
-
-    monkeypatch.setattr(reading, "PictureAugmentation", Noted)
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(reading, "PictureAugmentation", recording(PictureAugmentation, made))
     chosen = settings(folder, tmp_path / "run", picture_augmentation=augmentation, crop_area=0.2, seed=7, epochs=2)
     run(chosen)
     assert made == [(7, epoch, 0.2, augmentation == "crop_flip") for epoch in (0, 1)]
