@@ -51,7 +51,8 @@ def build_command(
         typer.Option(
             metavar="NAME",
             help="How pictures become features: emoji, or SIDExGRID such as 224x14, for models trained on a store of "
-            "pictures. Default: as in --data, or in the training data of RUN.",
+            "pictures; '224x14 stretched' if it was imported with --stretch. Default: as in --data, or in the training "
+            "data of RUN.",
         ),
     ] = None,
     encoder: Annotated[

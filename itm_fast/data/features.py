@@ -29,6 +29,7 @@ class Features(abc.ABC):
         counts: (images,) int64, the regions of each image; None if all have the same number.
         dtype: the stored type.
         in_process: reading needs no worker processes, because it releases the Python lock or only copies memory.
+        stretched: the features are pictures that were scaled to squares, whatever their proportions.
     """
 
     shape: tuple[int, int, int]
@@ -36,6 +37,7 @@ class Features(abc.ABC):
     dtype: torch.dtype
     in_process: bool
     keep_bfloat16 = False
+    stretched = False
 
     @property
     def batch_dtype(self) -> torch.dtype:

@@ -177,7 +177,8 @@ def _pack(
             if changed is not None:
                 notes.discard(shard.file for shard in records[-1].shards)
                 raise ValueError(f"{changed}: changed while it was packed; remove {target} and pack again")
-    manifest = Manifest(dtype=dtype, vocabulary=words, splits=tuple(records))
+    stretched = datasets[0].source.stretched
+    manifest = Manifest(dtype=dtype, vocabulary=words, splits=tuple(records), stretched=stretched)
     store_format.write_manifest(target, manifest)
     notes.path.unlink(missing_ok=True)
     return manifest

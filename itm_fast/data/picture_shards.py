@@ -112,6 +112,7 @@ class StoredPictures(Features):
         directory: the store.
         dtype: "jpeg" or "webp".
         split: the split's record in the manifest.
+        stretched: as in the manifest.
 
     Attributes:
         grid, side: patches and pixels per side.
@@ -124,7 +125,8 @@ class StoredPictures(Features):
     counts = None
     dtype = torch.float32
 
-    def __init__(self, directory: Path, dtype: str, split: SplitRecord) -> None:
+    def __init__(self, directory: Path, dtype: str, split: SplitRecord, stretched: bool = False) -> None:
+        self.stretched = stretched
         self.shape = (split.images, split.regions, split.width)
         self._paths = [directory / shard.file for shard in split.shards]
         for path, shard in zip(self._paths, split.shards, strict=True):

@@ -150,6 +150,7 @@ class ResizedPictures(Features):
         patch = preprocessing.side // grid
         self.shape = (len(pictures.paths), grid * grid, 3 * patch * patch)
         self.digest = sha256_of_parts(repr((preprocessing, grid, dtype, quality)).encode())
+        self.stretched = isinstance(preprocessing, Preprocessing) and preprocessing.shortest_edge is None
         self._preprocessing = preprocessing
         self._files = Decoded(pictures, functools.partial(_compressed, preprocessing, dtype, quality), workers)
 

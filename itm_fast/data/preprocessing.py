@@ -67,6 +67,16 @@ class Preprocessing:
         top, left = (round(half) if self.rounded else int(half) for half in halves)
         return pixels[top : top + self.side, left : left + self.side].copy()
 
+    def part(self, image: Image.Image) -> Image.Image:
+        """Return the part of a picture that `square` scales, in its own resolution."""
+        if self.shortest_edge is None:
+            return image
+        short = min(image.size)
+        sides = image.size if self.stretched else (short, short)
+        width, height = (max(round(length * self.side / self.shortest_edge), 1) for length in sides)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        return image.crop((left, top, left + width, top + height))
+
     def normalized(self, pixels: Tensor) -> Tensor:
         """Turn pixels (n, side, side, 3) uint8 into (n, 3, side, side) float32, scaled and normalised."""
         mean, std = (torch.tensor(values, device=pixels.device) for values in (self.mean, self.std))

@@ -212,7 +212,7 @@ class StoreDataset(PrecomputedDataset):
         boxes = index.get("boxes")
         features: StoreFeatures | StoredPictures
         if manifest.dtype in store_format.PICTURES:
-            features = StoredPictures(self.directory, manifest.dtype, record)
+            features = StoredPictures(self.directory, manifest.dtype, record, manifest.stretched)
         else:
             features = StoreFeatures(self.directory, manifest.dtype, record, counts)
         if max_images is not None and max_images < record.images:

@@ -102,11 +102,19 @@ class SplitRecord:
 
 @attrs.frozen
 class Manifest:
-    """The content of a store. `vocabulary` is the digest of its vocabulary."""
+    """The content of a store.
+
+    Attributes:
+        dtype: the type of the features, or the format of the pictures.
+        vocabulary: the digest of the vocabulary.
+        splits: the splits.
+        stretched: the pictures were scaled to squares, whatever their proportions; otherwise the centre was cropped.
+    """
 
     dtype: str
     vocabulary: str
     splits: tuple[SplitRecord, ...]
+    stretched: bool = False
 
     def split(self, name: str) -> SplitRecord | None:
         return next((split for split in self.splits if split.name == name), None)
@@ -124,6 +132,8 @@ def vocabulary_digest(vocabulary: Vocabulary) -> str:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     content = {"format_version": FORMAT.newest, **attrs.asdict(manifest)}
+    if not manifest.stretched:  # Earlier versions, which do not know the setting, read these.
+        del content["stretched"]
     atomic.write_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 

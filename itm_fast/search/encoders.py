@@ -1,6 +1,6 @@
 """Encode pictures with a separate vision model, as `data import --encoder` does.
 
-Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `moved`.
+Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `moved`, `preprocessing_of`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from itm_fast.data.preprocessing import Preprocessing
 from itm_fast.models.vision_folder import PictureEncoder, load_picture_encoder
 
-__all__ = ["EncoderError", "encoded", "encoder_kind", "is_encoder_kind", "moved"]
+__all__ = ["EncoderError", "encoded", "encoder_kind", "is_encoder_kind", "moved", "preprocessing_of"]
 
 # Layer, pool and digest of an encoder, and its folder.
 _KIND = re.compile(r"encoder (-?\d{1,4}) ([\w-]{1,20}) ([0-9a-f]{64}) (.+)", re.DOTALL)
@@ -60,12 +61,23 @@ def moved(kind: str, folder: str | os.PathLike[str]) -> str:
     return f"encoder {found[1]} {found[2]} {found[3]} {Path(folder).resolve()}"
 
 
+def preprocessing_of(kind: str) -> Preprocessing:
+    """Return how the encoder of a kind scales pictures; raises EncoderError as `encoded`."""
+    return _encoder(kind).preprocessing
+
+
 def encoded(images: list[Image.Image], kind: str) -> Tensor:
     """Return the features (n, k, f) float32 of decoded pictures.
 
     Raises:
         EncoderError: the encoder cannot be loaded, or is not the one of the index.
     """
+    encoder = _encoder(kind)
+    pixels = torch.from_numpy(np.stack([encoder.preprocessing.square(image) for image in images]))
+    return torch.cat([encoder(part) for part in pixels.split(_BATCH)]).to("cpu", torch.float32)
+
+
+def _encoder(kind: str) -> PictureEncoder:
     found = _KIND.fullmatch(kind)
     assert found is not None
     layer, pool, digest, folder = found.groups()
@@ -75,5 +87,4 @@ def encoded(images: list[Image.Image], kind: str) -> Tensor:
         raise EncoderError(f"{error}; if the encoder was moved, name it with --encoder DIR") from None
     if encoder.digest != digest:
         raise EncoderError(f"{folder}: not the encoder that made the features of the index, or it has changed")
-    pixels = torch.from_numpy(np.stack([encoder.preprocessing.square(image) for image in images]))
-    return torch.cat([encoder(part) for part in pixels.split(_BATCH)]).to("cpu", torch.float32)
+    return encoder

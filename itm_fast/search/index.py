@@ -93,9 +93,10 @@ class Index(OpenIndex):
             path: the folder to write. A killed build leaves no index, and the next one removes its files.
             ids: a name for each image; default: the names in the data set, paths below the folder, or numbers.
             captions: a text for each image of features or pictures, which results show.
-            preprocessing: how a picture becomes features: "emoji", or "SIDExGRID" for the patches that stores of
-                pictures hold, such as "224x14"; or what `encoder_kind` returns for the vision model of
-                `data import --encoder`. Default: as in the data set. Without it, pictures cannot be searched.
+            preprocessing: how a picture becomes features: "emoji"; "SIDExGRID" for the patches that stores of
+                pictures hold, such as "224x14", and "224x14 stretched" for those of `data import --stretch`; or what
+                `encoder_kind` returns for the vision model of `data import --encoder`. Default: as in the data set.
+                Without it, pictures cannot be searched.
             dtype: "bf16", or "int8" with a scale per row, which takes half the space.
             pooling: how candidates are found: by the "mean" of the rows, or by vectors "learned" from the model's own
                 scores on `training`. Default: learned if `training` or `source` is a data set.

@@ -98,7 +98,7 @@ class Manifest:
         dtype: the type of the stored rows, "bf16" or "int8".
         pooling: how a set of rows becomes one vector, "mean" or "learned".
         weights: the file of a learned pooling, or None.
-        pictures: how a picture becomes features: "" if it cannot, "emoji", or "SIDExGRID".
+        pictures: how a picture becomes features, as `pictures.kind_of` or `encoder_kind` returns it; "" if it cannot.
         candidates: number of items that the model scores per query.
         segments: the files of items, in the order of addition.
     """

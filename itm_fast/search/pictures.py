@@ -18,22 +18,27 @@ from torch import Tensor
 from itm_fast.data import CaptionDataset, PrecomputedDataset, emoji, whole_picture_of
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_shards import StoredPictures, as_patches
+from itm_fast.data.preprocessing import Preprocessing
 from itm_fast.files.messages import shown
-from itm_fast.search.encoders import encoded, is_encoder_kind
+from itm_fast.search.encoders import encoded, is_encoder_kind, preprocessing_of
 
 __all__ = ["Picture", "features_of", "kind_of", "picture_in", "thumbnail"]
 
 # A path, the content of a file, or pixels (height, width, 3) uint8.
 Picture = str | os.PathLike[str] | bytes | np.ndarray
 
-_KIND = re.compile(r"(\d{1,4})x(\d{1,3})")
+_KIND = re.compile(r"(\d{1,4})x(\d{1,3})( stretched)?")
 _THUMBNAIL = 192
 
 
 def kind_of(dataset: CaptionDataset) -> str:
-    """Return how a picture becomes the features of a data set: "emoji", "SIDExGRID", or "" if that is unknown."""
+    """Return how a picture becomes the features of a data set.
+
+    "emoji"; "SIDExGRID", for the patches of the centre; "SIDExGRID stretched", for those of the picture scaled to a
+    square; or "" if that is unknown.
+    """
     if isinstance(dataset.source, StoredPictures):
-        return f"{dataset.source.side}x{dataset.source.grid}"
+        return f"{dataset.source.side}x{dataset.source.grid}" + " stretched" * dataset.source.stretched
     features = dataset.region_batch([0])[0]
     return "emoji" if emoji.picture_if_patches(features.numpy()) is not None else ""
 
@@ -44,17 +49,26 @@ def features_of(pictures: list[Picture], kind: str) -> Tensor:
     Raises:
         ValueError: the index does not know how a picture becomes features, or a picture cannot be decoded.
     """
+    images = [opened(picture) for picture in pictures]
     if is_encoder_kind(kind):
-        return encoded([opened(picture) for picture in pictures], kind)
+        return encoded(images, kind)
+    preprocessing, grid = _patches_of(kind)
+    pixels = np.stack([preprocessing.square(image) for image in images])
+    return torch.from_numpy(emoji.patches(pixels)) if kind == "emoji" else as_patches(pixels, grid)
+
+
+def _patches_of(kind: str) -> tuple[Preprocessing, int]:
+    """Return how a picture becomes a square, and the patches per side; ValueError if that is unknown."""
     found = _KIND.fullmatch(kind)
     if kind != "emoji" and found is None:
         raise ValueError(
             "pictures: the index was built from features, and does not know how a picture becomes features; name the "
             "encoder of the features, or pass features or the id of an item"
         )
-    side, grid = (emoji.SIZE, emoji.GRID) if found is None else map(int, found.groups())
-    pixels = np.stack([_square(picture, side) for picture in pictures])
-    return torch.from_numpy(emoji.patches(pixels)) if kind == "emoji" else as_patches(pixels, grid)
+    if found is None:
+        return Preprocessing(emoji.SIZE), emoji.GRID
+    side = int(found[1])
+    return Preprocessing(side, shortest_edge=None if found[3] else side), int(found[2])
 
 
 def opened(picture: Picture) -> Image.Image:
@@ -70,14 +84,14 @@ def opened(picture: Picture) -> Image.Image:
     return open_picture(Path(picture))
 
 
-def _square(picture: Picture, side: int) -> np.ndarray:
-    image = opened(picture)
-    return np.asarray(image if image.size == (side, side) else image.resize((side, side), Image.Resampling.BICUBIC))
+def thumbnail(picture: Picture, kind: str = "") -> bytes:
+    """Return a WebP file of a picture, scaled down to at most 192 pixels per side.
 
-
-def thumbnail(picture: Picture) -> bytes:
-    """Return a WebP file of a picture, scaled down to at most 192 pixels per side."""
+    With `kind` it shows the part that becomes features, so that regions lie where the model has them.
+    """
     image = opened(picture)
+    if kind:
+        image = (preprocessing_of(kind) if is_encoder_kind(kind) else _patches_of(kind)[0]).part(image)
     image.thumbnail((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=85)

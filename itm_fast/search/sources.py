@@ -118,7 +118,7 @@ def batches_of(
         else:
             chosen = pictures_given[first:last]
             features = features_of(chosen, pictures)
-            files = [thumbnail(one) for one in chosen] if thumbnails else files
+            files = [thumbnail(one, pictures) for one in chosen] if thumbnails else files
         yield Batch(items, features, files)
 
 

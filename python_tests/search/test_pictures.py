@@ -1,0 +1,56 @@
+"""Pictures become the features of the training data, whatever their proportions."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from itm_fast import cli
+from itm_fast.data import Vocabulary, open_split
+from itm_fast.search.pictures import features_of, kind_of, thumbnail
+from python_tests.helpers.pictures import write_captions
+
+
+def photos(folder: Path) -> list[str]:
+    """Write wide and high pictures with a colour gradient in each direction, which crops and scaling change."""
+    folder.mkdir()
+    for number in range(20):
+        height, width = (60, 140) if number % 2 else (150, 70)
+        rows, columns = np.mgrid[0:height, 0:width]
+        pixels = np.stack([255 * rows / height, 255 * columns / width, np.full((height, width), 12.0 * number)], -1)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+    return [f"{number}.png" for number in range(20)]
+
+
+@pytest.mark.parametrize(("options", "kind"), [([], "64x4"), (["--stretch"], "64x4 stretched")])
+def test_a_picture_becomes_the_features_that_an_import_stores(tmp_path: Path, options: list[str], kind: str) -> None:
+    captions = write_captions(tmp_path / "captions.csv", photos(tmp_path / "photos"))
+    arguments = ["--images", tmp_path / "photos", "--captions", captions, "--size", 64, "--grid", 4, *options]
+    arguments += ["--quality", 100, "--out", tmp_path / "store", "--workers", 0, "--min-count", 1]
+    assert cli.run(["data", "import", *map(str, arguments)]) == 0
+    data = open_split(tmp_path / "store", "test", Vocabulary.from_file(tmp_path / "store" / "vocab.json"))
+    assert kind_of(data) == kind
+    pictures = [tmp_path / "photos" / name for name in data.image_ids or ()]
+    stored = data.region_batch(list(range(data.n_images)))
+    assert (features_of(pictures, kind) - stored).abs().mean() < 0.02
+    other = {"64x4": "64x4 stretched", "64x4 stretched": "64x4"}[kind]
+    assert (features_of(pictures, other) - stored).abs().mean() > 0.06
+
+
+def test_thumbnails_show_the_part_that_becomes_features(tmp_path: Path) -> None:
+    photos(tmp_path / "photos")
+    for name, size in (("1.png", (140, 60)), ("0.png", (70, 150))):
+        shown = {}
+        for kind in ("", "64x4", "64x4 stretched", "emoji"):
+            with Image.open(io.BytesIO(thumbnail(tmp_path / "photos" / name, kind))) as opened:
+                shown[kind] = opened.copy()
+        assert [shown[kind].size for kind in ("", "64x4 stretched", "emoji")] == [size] * 3
+        short = min(size)
+        assert shown["64x4"].size == (short, short)
+        left, top = (size[0] - short) // 2, (size[1] - short) // 2
+        centre = np.asarray(shown[""].crop((left, top, left + short, top + short))).astype(int)
+        assert np.abs(np.asarray(shown["64x4"]) - centre).mean() < 3
