@@ -21,6 +21,7 @@ from itm_fast.search.manifest import (
     SIDES,
     Manifest,
     SegmentRecord,
+    check_texts,
     is_index,
     read_manifest,
 )
@@ -76,6 +77,7 @@ def build(
         remove_strays(path, set() if earlier is None else earlier.files())
         if preprocessing is None:
             preprocessing = kind_of(source) if isinstance(source, CaptionDataset) else ""
+        check_texts(members.checkpoints, preprocessing)
         pool, weights = Pooling([None] * len(members.models)), None
         if pooling == "learned" and data is not None:
             pool = learned_pooling(members, data, progress=progress)

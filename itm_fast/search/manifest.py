@@ -1,6 +1,6 @@
 """The manifest of an index: the only file that changes, replaced in one step.
 
-Inside: `Manifest`, `SegmentRecord`, `read_manifest`, `write_manifest`, `is_index`.
+Inside: `Manifest`, `SegmentRecord`, `read_manifest`, `write_manifest`, `check_texts`, `is_index`.
 
 INDEX/index.json                        the manifest, written last; a folder without it is not an index
 INDEX/{side}-XXXXXXXX.safetensors       a segment: items of one side, "images" or "captions"; never changed
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from itm_fast.files import atomic, documents, regular
 from itm_fast.files.formats import Format
-from itm_fast.files.messages import shown
+from itm_fast.files.messages import printable, shown
 
 __all__ = [
     "MANIFEST",
@@ -31,6 +32,7 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "SegmentRecord",
+    "check_texts",
     "is_index",
     "read_manifest",
     "write_manifest",
@@ -45,6 +47,8 @@ _MAX_BYTES = 64 * 2**20
 _MOST_ITEMS = 2**31
 _FILE = re.compile(r"(images|captions|pooling)-[0-9a-f]{8}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+# Python reads a byte of a path that is not UTF-8 as one of these.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @attrs.frozen
@@ -127,11 +131,20 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def check_texts(checkpoints: Sequence[str], pictures: str) -> None:
+    """Raise ValueError if a text of a manifest has a lone surrogate, which JSON files may not hold."""
+    for name, text in (*(("checkpoint", one) for one in checkpoints), ("preprocessing", pictures)):
+        if _SURROGATE.search(text):
+            raise ValueError(f"{name}: {printable(text)}: an index cannot name a path that is not UTF-8; rename it")
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Replace the manifest of an index in one step."""
+    """Replace the manifest of an index in one step; ValueError if it could not be read again."""
     content = {"format_version": FORMAT.newest, **attrs.asdict(manifest)}
     content = json.loads(json.dumps(content))
-    atomic.write_text(directory / MANIFEST, json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n")
+    text = json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+    _read(documents.parse_json(text), directory / MANIFEST)
+    atomic.write_text(directory / MANIFEST, text)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
@@ -143,7 +156,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     path = Path(directory) / MANIFEST
     if not regular.is_file(path):
         raise ValueError(f"{path}: no such file, so {directory} is not an index; itm-fast index build writes one")
-    content = documents.read_json(path, _MAX_BYTES, "the manifest of an index")
+    return _read(documents.read_json(path, _MAX_BYTES, "the manifest of an index"), path)
+
+
+def _read(content: Any, path: Path) -> Manifest:
+    """Return the manifest in a JSON value; ValueError as `read_manifest`."""
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected the manifest of an index, got {shown(content)}")
     digest = content.pop("digest", None)
