@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,16 +30,30 @@ _PERPLEXITY = 30.0
 
 
 def pooled_features(model: MatchingModel, dataset: PrecomputedDataset, count: int = 200) -> tuple[Tensor, Tensor]:
-    """Return vectors (n, d) of the first `count` images and of their first captions: means of fragments."""
-    images = torch.arange(min(count, dataset.n_images))
-    captions = torch.tensor([int((dataset.caption_image == image).nonzero()[0]) for image in images])
+    """Return vectors (n, d) of the first `count` images that have captions, and of their first captions.
+
+    A vector is an embedding, or the mean of the fragments of one.
+
+    Raises:
+        ValueError: the model encodes images or captions as something else than vectors or fragments.
+    """
+    images, captions = np.unique(dataset.caption_image.numpy(), return_index=True)
+    token_ids, lengths = dataset.caption_batch(captions[:count])
+    device = next(model.parameters()).device
     with evaluation_mode(model):
         sides = (
-            model.encode_images(dataset.image_batch(images)),
-            model.encode_captions(*dataset.caption_batch(captions)),
+            model.encode_images(dataset.image_batch(images[:count]).to(device)),
+            model.encode_captions(token_ids.to(device), lengths.to(device)),
         )
-    first, second = (mean_pool(side) if isinstance(side, Fragments) else side for side in sides)
-    return first.cpu(), second.cpu()
+    return _pooled(model, sides[0]), _pooled(model, sides[1])
+
+
+def _pooled(model: MatchingModel, side: Any) -> Tensor:
+    if not isinstance(side, Tensor | Fragments):
+        raise ValueError(
+            f"model: expected one tensor or Fragments per side, but {model.name} encodes as {type(side).__name__}"
+        )
+    return (mean_pool(side) if isinstance(side, Fragments) else side).cpu()
 
 
 def write_features(

@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from itm_fast import cli
+from itm_fast.data import CaptionDataset
 from itm_fast.report import features
 from python_tests.helpers.commands import error
+from python_tests.helpers.search import concepts, scan
 
 
 def rows_of(n: int, dim: int, seed: int = 0) -> torch.Tensor:
@@ -49,6 +51,41 @@ def test_without_scikit_learn_the_command_says_what_to_install(
     assert error(capsys, "features", "--checkpoint", trained, "--data", data, "--out", out) == (1, message)
     realign = ["realign", "--extractor", trained, "--heads", trained, "--data", data, "--out", tmp_path / "run"]
     assert error(capsys, *realign, "--figure", out) == (1, message)
+
+
+def test_pooled_features_are_means_of_the_first_images_with_captions(data: Path) -> None:
+    whole, model = concepts(data), scan()
+    owners = 3 + torch.arange(60) % 5
+    dataset = CaptionDataset(np.asarray(whole.features), whole.captions[:60], owners, whole.vocabulary)
+    images, captions = features.pooled_features(model, dataset, 2)
+    assert len(images) == len(captions) == 2
+    with torch.no_grad():
+        for number, image in enumerate((3, 4)):
+            regions = model.encode_images(dataset.image_batch([image])).values
+            words = model.encode_captions(*dataset.caption_batch([number])).values
+            torch.testing.assert_close(images[number], regions.mean(0))
+            torch.testing.assert_close(captions[number], words.mean(0))
+
+
+def test_features_are_pooled_on_the_device_of_the_model(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, devices = scan().to("meta"), []
+
+    def encoded(*inputs: torch.Tensor) -> torch.Tensor:
+        devices.extend(one.device.type for one in inputs)
+        return torch.zeros(4, 3)
+
+    for name in ("encode_images", "encode_captions"):
+        monkeypatch.setattr(model, name, encoded)
+    features.pooled_features(model, concepts(data), 4)
+    assert devices == ["meta"] * 3
+
+
+def test_embeddings_of_two_parts_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scan()
+    monkeypatch.setattr(model, "encode_images", lambda regions: (regions, regions))
+    message = "model: expected one tensor or Fragments per side, but scan encodes as tuple"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        features.pooled_features(model, concepts(data), 4)
 
 
 @pytest.mark.parametrize("by_model", [False, True])
