@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from itm_fast.cli.models import check_run
+from itm_fast.cli.models import check_run, dataset_of, load_run
 
 
 def realign(
@@ -38,9 +38,7 @@ def realign(
     each; the figure shows the features of all models in a plane, by t-SNE.
     """
     from itm_fast import models
-    from itm_fast.data import Vocabulary, open_split
     from itm_fast.files import atomic
-    from itm_fast.files.run_files import VOCABULARY
     from itm_fast.report.features import check_tsne, pooled_features, write_features
     from itm_fast.training.fdf.cross_model import cross_table
     from itm_fast.training.fdf.cross_model import realign as train_heads
@@ -54,7 +52,8 @@ def realign(
     for run in (extractor, heads):
         check_run(run)
     where = device_of(device)
-    dataset = open_split(data, split, Vocabulary.from_file(heads / VOCABULARY))
+    model, vocabulary, _ = load_run(heads, where, None)
+    dataset = dataset_of(data, split, vocabulary, model, heads)
     result = train_heads(
         str(extractor),
         str(heads),
@@ -77,7 +76,7 @@ def realign(
     typer.echo(" " * (width + 10) + "".join(f"{name:>{width}}" for name in members))
     for name, row in table.items():
         typer.echo(f"images of {name:<{width}}" + "".join(f"{value:>{width}.1f}" for value in row.values()))
-    if figure is not None:
-        write_features(figure, {name: pooled_features(model, dataset) for name, model in members.items()})
     if json_file is not None:
         atomic.write_text(json_file, json.dumps({"split": split, "rsum": table}, indent=2) + "\n")
+    if figure is not None:
+        write_features(figure, {name: pooled_features(model, dataset) for name, model in members.items()})

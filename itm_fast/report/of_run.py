@@ -60,6 +60,7 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
     config = run_folder.saved_config(Path(run))
     model = models.load(run, config.device)
     dataset = open_split(data, split, Vocabulary.from_file(Path(run) / run_folder.VOCABULARY))
+    model.prepare(dataset)
     scores = evaluation.score_matrix(model, dataset, progress=True, description=split)
     metrics = read_metrics(Path(run) / run_folder.METRICS, ("step", "seconds"))
     names = dataset.image_ids or [f"image {number}" for number in range(dataset.n_images)]

@@ -340,14 +340,16 @@ def test_attention_is_drawn_on_the_boxes(
     np.testing.assert_array_equal(pixels[0], numbered(np.full((168, 336, 3), (255, 0, 0), np.uint8), boxes))
 
 
-def test_the_report_of_a_run_draws_boxes(imported: Callable[..., list[object]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["scan", "pfan"])
+def test_the_report_of_a_run_draws_boxes(imported: Callable[..., list[object]], tmp_path: Path, name: str) -> None:
     """Each word of a caption over its own picture; pictures keep their proportions."""
     store = tmp_path / "store"
     run(imported())
-    train_small(store, tmp_path / "run", "--report")
+    train_small(store, tmp_path / "run", "--model", name, "--report")
     model, vocabulary = models.load(tmp_path / "run"), Vocabulary.from_file(store / "vocab.json")
     html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     test = open_split(store, "test", vocabulary)
+    model.prepare(test)
     images, pixels = pictures_in(html)
     shown = {image["alt"]: array for image, array in zip(images, pixels, strict=True)}
     drawn = [(image, array) for image, array in zip(images, pixels, strict=True) if "most attention" in image["alt"]]

@@ -13,6 +13,7 @@ import torch
 from benchmarks import realignment
 from itm_fast import cli, evaluation, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+from itm_fast.report import features
 from itm_fast.report.features import pooled_features
 from itm_fast.training import Trainer
 from itm_fast.training.checkpoint import load_state
@@ -20,6 +21,7 @@ from itm_fast.training.config import read_yaml
 from itm_fast.training.fdf.cross_model import extractor_of
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.commands import error
+from python_tests.helpers.concepts import with_boxes
 from python_tests.helpers.runs import OPTIONS, config, run, same, stop_at, weights
 
 WARM_UP = {"warmup_epochs": 1, "lr_warmup_steps": 4}
@@ -78,6 +80,26 @@ def test_heads_are_trained_above_the_other_extractor(
     pooled = pooled_features(members["model 2"], test, 4)
     torch.testing.assert_close(pooled[0], images["model 2"][:4].detach())
     torch.testing.assert_close(pooled[1], captions["model 2"][::5][:4].detach())
+
+
+def test_models_that_read_boxes_are_realigned(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is written before the figure is drawn."""
+    located = with_boxes(data, tmp_path / "located")
+    runs = [tmp_path / "0", tmp_path / "1"]
+    for seed in (0, 1):
+        run(config(located, runs[seed], model="pfan", model_options=OPTIONS, seed=seed, epochs=1))
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(features, "write_features", full)
+    out, table = tmp_path / "out", tmp_path / "table.json"
+    assert cli.run(arguments(located, runs, out, "--json", table, "--figure", tmp_path / "features.png")) == 1
+    model = models.load(out)
+    test = PrecomputedDataset(located, "test", Vocabulary.from_file(out / "vocab.json"))
+    model.prepare(test)
+    found = json.loads(table.read_text())["rsum"]
+    assert found["realigned"]["realigned"] == evaluation.evaluate(model, test)["rsum"]
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "error"])

@@ -97,6 +97,8 @@ def realign(
     frozen = extractor_of(model)
     copied = extractor_of(models.load(first))
     vocabulary, train_data, validation_data = load_data(config, resume=resume)
+    for split in (train_data, validation_data):
+        model.prepare(split)
     torch.manual_seed(config.seed)
     for name, part in frozen.items():
         part.load_state_dict(copied[name].state_dict())
