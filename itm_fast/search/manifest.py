@@ -121,6 +121,10 @@ class Manifest:
         """Return the names of all files that belong to the index, besides the manifest and the lock."""
         return {one.file for one in self.segments} | ({self.weights.file} if self.weights else set())
 
+    def revision(self) -> str:
+        """Return a short digest of the content. Indexes of the same generation differ in it."""
+        return _digest(attrs.asdict(self))[:16]
+
 
 def is_index(directory: str | os.PathLike[str]) -> bool:
     """Return whether a folder is an index."""

@@ -184,3 +184,8 @@ class Snapshot:
                 self.pooling = Pooling.of_tensors(map_file(directory, manifest.weights).tensors, members)
             except ValueError as error:
                 raise ValueError(f"{directory / manifest.weights.file}: {error}") from None
+
+    @functools.cached_property
+    def revision(self) -> str:
+        """The revision of the manifest; computed on first use."""
+        return self.manifest.revision()

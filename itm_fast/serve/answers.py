@@ -36,6 +36,7 @@ def facts(index: Index, limits: Limits) -> dict[str, Any]:
         "images": index.size("images"),
         "captions": index.size("captions"),
         "generation": manifest.generation,
+        "revision": index.snapshot.revision,
         "models": [model.name for model in index.members.models],
         "fingerprints": list(manifest.models),
         "accepts_pictures": bool(manifest.pictures),
@@ -54,6 +55,7 @@ def found(index: Index, results: Results, unknown: list[str]) -> dict[str, Any]:
         "unknown": unknown,
         "scored": results.scored,
         "generation": index.manifest.generation,
+        "revision": index.snapshot.revision,
         "hits": [
             {"rank": hit.rank, "score": round(hit.score, _DIGITS), **_item(index, hit.item)} for hit in results.hits
         ],

@@ -23,6 +23,9 @@ _PICTURE = {
 }
 
 
+_Revision = Annotated[str, Field(description="Digest of the content of the index: it differs after any change.")]
+
+
 class Problem(BaseModel):
     """The answer to a request that failed."""
 
@@ -69,6 +72,7 @@ class _Found(BaseModel):
     unknown: Annotated[list[str], Field(description="Words of the text that the model does not know.")]
     scored: Annotated[int, Field(description="Items that the model scored.")]
     generation: Annotated[int, Field(description="Number of changes of the index so far.")]
+    revision: _Revision
     hits: list[_Hit]
 
 
@@ -109,6 +113,7 @@ class _Facts(BaseModel):
     images: int
     captions: int
     generation: int
+    revision: _Revision
     models: list[str]
     fingerprints: Annotated[list[str], Field(description="SHA-256 of each model: scores of equal models compare.")]
     accepts_pictures: Annotated[bool, Field(description="Whether a picture can be a query.")]
@@ -155,7 +160,7 @@ def endpoints(service: Service) -> APIRouter:
         responses={200: {"content": {"image/webp": {}}, "description": "At most 192 pixels per side."}},
     )
     def picture(request: Request, id: str, v: str | None = None) -> Response:
-        """Return a small picture. With `v`, which may be the generation of the index, browsers keep it for an hour."""
+        """Return a small picture. With `v`, which may be the revision of the index, browsers keep it for an hour."""
         content = service.picture(id)
         tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         headers = {"etag": tag, "cache-control": "private, no-cache" if v is None else "private, max-age=3600"}

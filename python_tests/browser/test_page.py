@@ -104,6 +104,8 @@ def test_results_appear_while_typing(page: Page, served_index: Path) -> None:
         "return [...document.querySelectorAll('.hit img')].every(image => image.complete && image.naturalWidth === 72)"
     )
     page.wait(lambda: page.run(loaded))
+    addresses = page.run("return [...document.querySelectorAll('.hit img')].map(image => image.src)")
+    assert {one.partition("?v=")[2] for one in addresses} == {index.snapshot.revision}
     page.all("#sides button")[1].click()
     assert page.names(24) == captions(index, texts="dark face", of="captions", k=24)
     page.id("more").click()

@@ -306,6 +306,17 @@ def test_an_open_index_keeps_its_state_until_reload(train: CaptionDataset, tmp_p
     assert reader.size() == 23
 
 
+def test_a_revision_tells_indexes_of_one_generation_apart(train: CaptionDataset, tmp_path: Path) -> None:
+    features = np.asarray(train.features)
+    built = [Index.build(scan(), features[part], tmp_path / str(part[1])) for part in ([0, 1], [0, 2])]
+    assert [index.manifest.generation for index in built] == [1, 1]
+    revisions = [index.snapshot.revision for index in built]
+    assert [len(one) for one in revisions] == [16, 16]
+    assert Index.open(built[0].path).snapshot.revision == revisions[0]
+    built[0].set_candidates(7)
+    assert len({built[0].snapshot.revision, *revisions}) == 3
+
+
 def test_a_reader_that_meets_a_removed_file_reads_the_manifest_again(
     train: CaptionDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

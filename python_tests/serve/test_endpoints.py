@@ -124,7 +124,7 @@ def test_pictures_are_sent_once(client: TestClient, served_index: Path) -> None:
     again = client.get("/pictures/set/3.png", headers={"if-none-match": tag})
     assert (again.status_code, again.content) == (304, b"")
     assert client.get("/pictures/set/4.png", headers={"if-none-match": tag}).status_code == 200
-    assert client.get("/pictures/set/3.png?v=1").headers["cache-control"] == "private, max-age=3600"
+    assert client.get("/pictures/set/3.png?v=0123456789abcdef").headers["cache-control"] == "private, max-age=3600"
 
 
 def test_the_state_of_the_service(client: TestClient) -> None:
@@ -133,6 +133,7 @@ def test_the_state_of_the_service(client: TestClient) -> None:
     facts = client.get("/info").json()
     assert (facts["models"], facts["accepts_pictures"], facts["explains"]) == (["scan"], True, True)
     assert facts["limits"] == {"k": 50, "candidates": 100, "body": 200_000, "pixels": 1_000_000}
+    assert facts["revision"] == client.get("/search?q=face").json()["revision"]
     assert [item["id"] for item in facts["samples"]] == [f"set/{number}.png" for number in range(12)]
     client.get("/search?q=face")
     client.get("/search?q=")

@@ -13,4 +13,4 @@ export async function get(url, options = {}) {
   return content;
 }
 
-export const pictureUrl = (id, generation) => `/pictures/${encodeURIComponent(id)}?v=${generation}`;
+export const pictureUrl = (id, revision) => `/pictures/${encodeURIComponent(id)}?v=${revision}`;

@@ -37,7 +37,7 @@ async function show() {
   // A caption that was found for an image of the index is explained with that image, other results with the text.
   const image = isCaption && context.like ? context.like : hit.image;
   const text = isCaption ? hit.captions[0] : context.text || hit.captions[0];
-  const picture = image && hit.picture ? await load(pictureUrl(image, context.info.generation)) : null;
+  const picture = image && hit.picture ? await load(pictureUrl(image, context.info.revision)) : null;
   if (own !== loading) return;
   draw(large, picture, null);
   large.hidden = !picture;

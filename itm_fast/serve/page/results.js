@@ -34,7 +34,7 @@ function card(hit, range, info) {
     const image = new Image();
     image.loading = "lazy";
     image.alt = "";
-    image.src = pictureUrl(hit.image, info.generation);
+    image.src = pictureUrl(hit.image, info.revision);
     tile.append(image);
   } else tile.textContent = "no picture";
   const texts = element("span", "words-of");

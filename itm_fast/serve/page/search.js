@@ -70,7 +70,7 @@ async function run() {
     const [url, options] = requestOf(side);
     const answer = await get(url, { ...options, signal: own.signal });
     if (own !== running) return;
-    if (answer.generation !== info.generation) await loadInfo();
+    if (answer.revision !== info.revision) await loadInfo();
     show(answer.hits, side);
     const unknown = answer.unknown.length ? ` Not known to the model: ${answer.unknown.join(", ")}.` : "";
     const all = side === "images" ? plural(info.images, "picture") : plural(info.captions, "caption");
@@ -137,7 +137,7 @@ function showChosen() {
   chosenUrl = asked.kind === "picture" ? URL.createObjectURL(asked.value) : "";
   byId("chosen").hidden = asked.kind === "text";
   if (asked.kind !== "text") {
-    byId("chosen-picture").src = chosenUrl || pictureUrl(asked.value, info.generation);
+    byId("chosen-picture").src = chosenUrl || pictureUrl(asked.value, info.revision);
     byId("chosen-name").textContent = asked.kind === "like" ? `Like ${asked.value}` : (asked.value.name ?? "picture");
   }
   query.placeholder = asked.kind === "text" ? (info.images ? "Describe a picture" : "Describe a caption") : "";
