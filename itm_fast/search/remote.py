@@ -64,15 +64,20 @@ class Shards:
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
                 raise ValueError(f"address: expected one such as http://10.0.0.2:8000, got {shown(one)}")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection)
-        self._facts = list(self._all([f"{one}/info" for one in self._addresses], [None] * len(self._addresses)))
-        for address, facts in zip(self._addresses, self._facts, strict=True):
+        self._facts = self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Ask each service what it holds; ValueError as in the class."""
+        found = list(self._all([f"{one}/info" for one in self._addresses], [None] * len(self._addresses)))
+        for address, facts in zip(self._addresses, found, strict=True):
             if not isinstance(facts.get("fingerprints"), list) or any(type(facts.get(one)) is not int for one in SIDES):
                 raise ValueError(f"{address}/info: {_STRANGE}")
-            if facts["fingerprints"] != self._facts[0]["fingerprints"]:
+            if facts["fingerprints"] != found[0]["fingerprints"]:
                 raise ValueError(f"{address}: serves another model than {self._addresses[0]}; scores do not compare")
+        return found
 
     def size(self, side: str = "images") -> int:
-        """Return the number of images or captions of all services."""
+        """Return the number of images or captions of all services at the last search."""
         return sum(int(facts[side]) for facts in self._facts)
 
     def search(
@@ -93,12 +98,14 @@ class Shards:
 
         Raises:
             OSError: the picture cannot be read.
-            ValueError: a service refuses the query or does not answer; the message names it.
+            ValueError: a service refuses the query or does not answer, or two of them serve different models. The
+                message names it.
         """
         if (text is None) == (picture is None):
             raise ValueError("query: expected a text or a picture")
         if text is not None and len(text) > MAX_CHARACTERS:
             raise ValueError(f"query: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
+        self._facts = self._read()  # Each service may have changed or replaced its index.
         of = of or ("captions" if picture is not None and self.size("captions") else "images")
         most = self.size(of)
         k = min(_RESULTS, most) if k is None else k

@@ -144,6 +144,23 @@ def test_what_no_service_answers_is_one_line(answer: tuple[int, Any], message: s
         assert str(raised.value).startswith(f"{address}/")
 
 
+def test_services_that_change_are_asked_again() -> None:
+    def hits(name: str, score: float) -> dict[str, Any]:
+        hit = {"id": name, "side": "images", "captions": [], "score": score}
+        return {"fingerprints": ["0"], "images": 1, "captions": 0, "hits": [hit], "scored": 1}
+
+    first, second = hits("a", 0.5), {**hits("b", 0.7), "images": 0}
+    with answering(lambda: (200, first)) as one, answering(lambda: (200, second)) as other:
+        shards = Shards([one, other])
+        assert [hit.item.id for hit in shards.search("red").hits] == ["a"]
+        second["images"] = 1
+        assert [hit.item.id for hit in shards.search("red", 2).hits] == ["b", "a"]
+        assert shards.size() == 2
+        second["fingerprints"] = ["1"]
+        with pytest.raises(ValueError, match=f"^{other}: serves another model than {one}; scores do not compare$"):
+            shards.search("red")
+
+
 def test_addresses() -> None:
     assert addresses_in("http://a:1,https://b:2") == ["http://a:1", "https://b:2"]
     assert addresses_in("runs/index") == addresses_in("runs,http://a:1") == []
