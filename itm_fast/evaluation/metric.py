@@ -84,9 +84,10 @@ class RetrievalRecall:
             if number not in self._places:
                 self._places[number] = len(self._places)
                 new.append(row)
+        # Copies: the caller may use the memory again.
         self._images.append(images.detach()[new].cpu())
-        self._captions.append(captions.detach().cpu())
-        self._owners.append(owners.detach().cpu())
+        self._captions.append(captions.detach().to("cpu", copy=True))
+        self._owners.append(owners.detach().to("cpu", copy=True))
 
     def compute(self) -> dict[str, float]:
         """Return the recalls of everything collected: the keys of `evaluate`.

@@ -54,6 +54,18 @@ def test_images_and_captions_apart_a_reset_and_a_call() -> None:
     assert found.compute() == pytest.approx(expected("cosine", IMAGES, CAPTIONS, OWNERS), rel=1e-12)
 
 
+def test_a_batch_may_reuse_the_memory_of_the_one_before() -> None:
+    found = RetrievalRecall()
+    images, captions, numbers = torch.empty(3, 4).double(), torch.empty(3, 4).double(), torch.empty(3).long()
+    for start in range(0, 27, 3):
+        owners = OWNERS[start : start + 3]
+        images.copy_(IMAGES[owners])
+        captions.copy_(CAPTIONS[start : start + 3])
+        numbers.copy_(NUMBERS[owners])
+        found.update(images, captions, numbers)
+    assert found.compute() == pytest.approx(expected("cosine", IMAGES, CAPTIONS, OWNERS), rel=1e-12)
+
+
 def test_ties() -> None:
     same = torch.ones(6, 3)
     for ties, recall in (("pessimistic", 0.0), ("optimistic", 100.0)):
