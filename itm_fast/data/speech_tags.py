@@ -31,7 +31,9 @@ def read_speech_tags(path: str | os.PathLike[str], dataset: CaptionDataset) -> l
         ValueError: the file has another number of lines than the split has captions, or a line another number of tags
             than the caption has words. The message names the line.
     """
-    lines = [line.split() for line in read_text(path, _MAX_BYTES).splitlines()]
+    text = read_text(path, _MAX_BYTES)
+    # Only "\n" and "\r\n" end a line: str.splitlines() also splits at other separators.
+    lines = [line.split() for line in text.removesuffix("\n").split("\n")] if text else []
     if len(lines) != len(dataset):
         raise ValueError(f"{path}: expected a line for each of {len(dataset)} captions, got {len(lines)}")
     for number, (tags, length) in enumerate(zip(lines, dataset.caption_lengths.tolist(), strict=True), start=1):

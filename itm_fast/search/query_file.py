@@ -24,7 +24,8 @@ def read_lines(path: str | os.PathLike[str]) -> dict[int, str]:
         text = read_text(path, _MAX_BYTES, "utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1) if line.strip()}
+    # Only "\n" and "\r\n" end a line: str.splitlines() also splits at separators that occur inside queries and ids.
+    lines = {number: line.strip() for number, line in enumerate(text.split("\n"), 1) if line.strip()}
     if not lines:
         raise ValueError(f"{path}: expected at least one line that is not blank")
     return lines

@@ -89,9 +89,10 @@ def test_the_facts_of_an_index(index: Path, trained: Path, capsys: pytest.Captur
 
 def test_queries_come_from_a_file(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "queries.txt"
-    file.write_text("red ball\n\n  dog tree \n" + "sun\n" * 70)
+    file.write_bytes("red ball\n\n  dog tree \r\nred\u2028sun\vball\x85\u2029dog\n".encode() + b"sun\n" * 70)
     lines = output(capsys, "search", index, "--queries", file, "--json", "-k", 1).splitlines()
-    assert [json.loads(line)["query"] for line in lines] == ["red ball", "dog tree", *["sun"] * 70]
+    expected = ["red ball", "dog tree", "red sun ball dog", *["sun"] * 70]
+    assert [json.loads(line)["query"] for line in lines] == expected
 
 
 def test_a_line_that_is_no_query_is_named_before_any_search(
