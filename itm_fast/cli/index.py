@@ -108,6 +108,7 @@ def build_command(
     from itm_fast.search import calibrate as choose
     from itm_fast.search.members import Members
     from itm_fast.search.pictures import kind_of
+    from itm_fast.training.run import device_of
 
     if calibrate is not None and not 0 < calibrate <= 1:
         raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")
@@ -122,7 +123,7 @@ def build_command(
         preprocessing = encoder_kind(encoder, layer, pool)
     for run in checkpoint:
         check_run(run)
-    members = Members(checkpoint, device)
+    members = Members(checkpoint, device_of(device))
     source = source_of(members, checkpoint, data, split, pictures)
     if data is not None:
         training = None

@@ -86,6 +86,7 @@ def search(
     from itm_fast.search import Index
     from itm_fast.search.query_file import read_lines
     from itm_fast.search.remote import Shards, addresses_in
+    from itm_fast.training.run import device_of
 
     if html is not None:
         atomic.check_target(html)
@@ -104,7 +105,7 @@ def search(
     if addresses and (like or html or encoder or checkpoint):
         raise ValueError("--like, --html, --encoder, --checkpoint: expected only with an index on this machine")
     shards = Shards(addresses) if addresses else None
-    opened = None if addresses else Index.open(index, checkpoint, device=device)
+    opened = None if addresses else Index.open(index, checkpoint, device=device_of(device))
     if opened is not None:
         _check_lines(opened, queries, lines)
     found: list[Results] = []

@@ -61,6 +61,7 @@ def serve(
     check_packages()
     from itm_fast.files.processors import set_threads
     from itm_fast.serve import Limits
+    from itm_fast.training.run import device_of
 
     if not 0 < max_seconds < float("inf"):
         raise ValueError(f"--max-seconds: expected a finite number above 0, got {max_seconds:g}")
@@ -80,7 +81,7 @@ def serve(
         browser=browser,
         host=host,
         port=port,
-        device=device,
+        device=device_of(device),
         limits=limits,
         hosts=allow_host or (),
         access_log=access_log,

@@ -245,6 +245,11 @@ BAD = [
         "--calibrate: expected a number above 0 and at most 1, got 2",
     ),
     (["index", "build", "--checkpoint", "NEW", "--data", "DATA", "--out", "NEW"], "NEW: no such run directory"),
+    (
+        ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "NEW", "--device", "gpu"],
+        "device: expected a device such as cpu or cuda, got 'gpu'",
+    ),
+    (["search", "INDEX", "red", "--device", "gpu"], "device: expected a device such as cpu or cuda, got 'gpu'"),
     (["index", "delete", "INDEX"], "ID: expected at least one id, or --ids FILE"),
     (["index", "delete", "INDEX", "0", "nothing"], "id: the index holds no item 'nothing'"),
     (["index", "add", "INDEX", "--data", "DATA"], "ids: '0' is in the index already; delete it first"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from itm_fast import cli
 from itm_fast.data import emoji
@@ -163,6 +164,8 @@ def test_what_prevents_a_start_is_one_line(
         patch.setattr(socket, "getaddrinfo", _no_address)
         message = "--host: no such address: nowhere.invalid (Name or service not known)"
         assert error(capsys, "serve", served_index, "--host", "nowhere.invalid") == (1, message)
+    message = "device: expected a device such as cpu or cuda, got 'gpu'"
+    assert error(capsys, "serve", served_index, "--device", "gpu") == (1, message)
     message = "--max-seconds: expected a finite number above 0, got 0"
     assert error(capsys, "serve", served_index, "--max-seconds", "0") == (1, message)
     found = importlib.util.find_spec
@@ -202,7 +205,7 @@ def test_each_option_of_the_command_reaches_the_service(
     )  # fmt: skip
     assert given == [
         {
-            "index": served_index, "checkpoints": None, "host": "0.0.0.0", "port": 17, "device": "cpu",
+            "index": served_index, "checkpoints": None, "host": "0.0.0.0", "port": 17, "device": torch.device("cpu"),
             "limits": limits, "hosts": ["a.example", "b.example"], "access_log": True,
         }
     ]  # fmt: skip
