@@ -151,13 +151,18 @@ def read_ratings(path: Path, first: Counts, second: Counts) -> Ratings:
         OSError: the file cannot be read.
         ValueError: the file is damaged, or names an image or caption that the scores lack.
     """
-    rows = list(csv.reader(io.StringIO(read_text(path, _MAX_BYTES, "utf-8-sig"))))
-    if not rows or len(rows[0]) < 3 or rows[0][2] != "agg_score":
-        raise ValueError(f"{path}: expected a third column agg_score, found {shown(rows[0] if rows else [])}")
+    lines = csv.reader(io.StringIO(read_text(path, _MAX_BYTES, "utf-8-sig"), newline=""), strict=True)
+    try:
+        titles = next(lines, [])
+        rows = [(lines.line_num, row) for row in lines]
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
+    if len(titles) < 3 or titles[2] != "agg_score":
+        raise ValueError(f"{path}: expected a third column agg_score, found {shown(titles)}")
     sides: tuple[list[int], list[int]] = ([], [])
     ratings = []
     known = _places(first), _places(second)
-    for place, row in enumerate(rows[1:], 2):
+    for place, row in rows:
         where = f"{path}: line {place}"
         if len(row) < 3:
             raise ValueError(f"{where}: expected two numbers and a rating, found {shown(row)}")

@@ -295,6 +295,8 @@ def test_bad_files(tmp_path: Path) -> None:
         (titles, f"{csv}: expected rated pairs, found only titles"),
         (titles + "1\n", f"{csv}: line 2: expected two numbers and a rating, found ['1']"),
         (titles + "5,1,3\n", f"{csv}: line 2: '5' is not among the numbers of the scores: ratings of another split?"),
+        (titles + f"7,1,{'3' * 2**17}.0\n", f"{csv}: line 2: field larger than field limit (131072)"),
+        (titles + '7,1,3,"a\n7,1,3\n', f"{csv}: line 3: unexpected end of data"),
         (titles + "7,1,high\n", f"{csv}: line 2: expected a rating, found 'high'"),
     ):
         refused(csv.name, content, message, lambda file: read_ratings(file, np.array([7]), np.array([1])))
