@@ -82,7 +82,7 @@ def evaluate(
     bootstrap: Annotated[
         int, typer.Option(metavar="N", min=0, help="Resamples of the images for 95 % intervals; 0: none.")
     ] = 1000,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the resamples and of cxc's samples.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
     precision: Annotated[
@@ -155,7 +155,9 @@ def evaluate(
         with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
             alone: list[dict[str, float]] = []
             if by_truth:
-                scored = evaluate_truth(members, str(protocol), truth, n_folds, world, split, streaming=streaming)
+                scored = evaluate_truth(
+                    members, str(protocol), truth, n_folds, world, split, streaming=streaming, seed=seed
+                )
                 ensemble = {} if scored is None else scored.summary
             elif cheap and rerank is not None:
                 ensemble, before = evaluation.rerank(*members[0], cheap[0], rerank, found=ranks, **options)

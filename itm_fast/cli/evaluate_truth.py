@@ -30,6 +30,7 @@ def evaluate_truth(
     name: str,
     *,
     streaming: bool = False,
+    seed: int = 0,
 ) -> Scored | None:
     """Evaluate the mean score of models; return None in all processes but the first.
 
@@ -41,6 +42,7 @@ def evaluate_truth(
         world: the processes that share the scoring; the first reads the files.
         name: label of the progress bar.
         streaming: keep the scores in a temporary file, not in memory.
+        seed: seed of the samples that cxc draws.
     """
     from itm_fast.evaluation.stored_scores import scores_on_disk
 
@@ -55,7 +57,7 @@ def evaluate_truth(
     with opened as source:
         if source is None or not world.first:
             return None
-        return score_by_truth([protocol], source, dataset.caption_image, truth, folds=folds)[protocol]
+        return score_by_truth([protocol], source, dataset.caption_image, truth, folds=folds, seed=seed)[protocol]
 
 
 def _in_memory(members: Sequence[tuple[Scorer, Gallery]], options: dict[str, Any]) -> MatrixScores:

@@ -13,8 +13,10 @@ import torch
 from itm_fast import cli, models
 from itm_fast.data import PrecomputedDataset, Vocabulary
 from itm_fast.evaluation import score_matrix
+from itm_fast.evaluation.ground_truth import Ids
 from itm_fast.evaluation.ranking import rank_folds, saved_rankings
 from itm_fast.evaluation.score_sources import MatrixScores
+from itm_fast.evaluation.score_truth import score_truth
 from python_tests.helpers.commands import error
 from python_tests.helpers.plain_retrieval import fold_means, standard
 
@@ -329,3 +331,23 @@ def test_evaluate_takes_positives_in_files(
     Path("captions.txt").write_text("9000\n")
     message = f"captions.txt: expected one number per line for {len(dataset)} captions, found 1: of another split?"
     assert error(capsys, *command) == (1, message)
+
+
+def test_evaluate_draws_the_samples_of_cxc_by_its_seed(
+    data: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = PrecomputedDataset(data, "test", Vocabulary.from_file(trained / "vocab.json"))
+    monkeypatch.chdir(tmp_path)
+    write_truth(dataset.n_images, len(dataset))
+    rows = [f"{9000 + caption},{500 + caption * 7 % 10},{caption * 3 % 11 / 2},c2i\n" for caption in range(50)]
+    Path("sits_test.csv").write_text("caption,image,agg_score,sampling_method\n" + "".join(rows))
+    command = ["evaluate", "--checkpoint", trained, "--data", data, "--protocol", "cxc", *TRUTH, "--bootstrap", 0]
+    assert cli.run([str(word) for word in [*command, "--seed", 3, "--json", "r.json"]]) == 0
+    found = json.loads(Path("r.json").read_text())["sits_spearman"]
+    source = MatrixScores(score_matrix(models.load(trained), dataset))
+    ids = Ids(np.arange(500, 510), np.arange(9000, 9050))
+    by_seed = [
+        score_truth("cxc", source, dataset.caption_image, tmp_path, ids, seed=seed).summary["sits_spearman"]
+        for seed in (0, 3)
+    ]
+    assert found == by_seed[1] != by_seed[0]
