@@ -1,25 +1,25 @@
-"""Gather sets and scores of all processes, with exact gradients.
+"""Gather sets and scores of all processes, with exact gradients, and copy weights to all processes.
 
 Each process holds any number of items of a batch, also zero; `World.counts` gives equal shares. All processes call
 these functions in the same order. Rows are sent as bytes, so that every dtype works.
 
-Inside: `gather_sets`, `gather_columns`, `gather_rows`, `sum_of_all`, `none_of`.
+Inside: `gather_sets`, `gather_columns`, `gather_rows`, `sum_of_all`, `none_of`, `copy_from_first`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from itm_fast.distributed.world import World
 from itm_fast.fragments import Fragments
 
-__all__ = ["gather_columns", "gather_rows", "gather_sets", "none_of", "sum_of_all"]
+__all__ = ["copy_from_first", "gather_columns", "gather_rows", "gather_sets", "none_of", "sum_of_all"]
 
 Sets = TypeVar("Sets", Fragments, Tensor, tuple[Any, ...])
 
@@ -116,6 +116,31 @@ def none_of(sets: Sets) -> Sets:
     if isinstance(sets, Tensor):
         return sets[:0]
     return Fragments(sets.values[:0], sets.offsets[:1], check=False, max_length=0)
+
+
+@torch.no_grad()
+def copy_from_first(module: nn.Module, world: World) -> None:
+    """Copy the parameters and buffers of `module` in process 0 to all processes, in place.
+
+    Raises:
+        ValueError: they have other shapes or dtypes in another process.
+    """
+    if world.size == 1:
+        return
+    named = list(chain(module.named_parameters(), module.named_buffers()))
+    kinds = [(name, tuple(one.shape), str(one.dtype)) for name, one in named]
+    found = world.objects(kinds)
+    for rank, others in enumerate(found):
+        if others != found[0]:
+            raise ValueError(
+                f"{type(module).__name__}: the weights of process {rank} have other names, shapes or dtypes than those "
+                "of process 0"
+            )
+    for _, one in named:
+        sent = one.detach().contiguous()
+        if sent.numel():
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=world.group, group_src=0)
+            one.copy_(sent)
 
 
 class _GatherRows(torch.autograd.Function):

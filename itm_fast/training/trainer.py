@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from itm_fast.data import Batch, EpochSampler, PrecomputedDataset
 from itm_fast.data.placement import Placement, host_room, place
-from itm_fast.distributed import World
+from itm_fast.distributed import World, copy_from_first
 from itm_fast.evaluation import Gallery, evaluate
 from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
@@ -56,7 +56,7 @@ class Trainer:
     function of the scores, which then replaces the loss of `config` (see `itm_fast.training.train`).
 
     `anchor` is the frozen model of the scenario oas. If several processes (`world`) train together, each has a trainer
-    with the same arguments, and only the first writes files.
+    with the same arguments, and only the first writes files. All start from the weights of the first.
 
     The data order depends only on (seed, epoch) and the learning rate only on the step, so that an interrupted and
     resumed run gives bit for bit the result of an uninterrupted one.
@@ -98,6 +98,11 @@ class Trainer:
             )
         self.phases = Phases.of(config, batches)
         self.steps_per_epoch = self.phases.steps_per_epoch
+        own_loss = None if loss is None else as_loss(loss).to(self.device)
+        # A user's modules may start with other weights in each process.
+        copy_from_first(self.model, self.world)
+        if own_loss is not None:
+            copy_from_first(own_loss, self.world)
         self.stepper = Stepper(
             config,
             self.model,
@@ -109,7 +114,7 @@ class Trainer:
             n_images=train_data.n_images,
             world=self.world,
             room=host_room(self.world) if config.trains_discriminators else None,
-            loss=None if loss is None else as_loss(loss),
+            loss=own_loss,
             data=train_data,
             validation_data=self.validation_data,
         )

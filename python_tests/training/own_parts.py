@@ -1,10 +1,11 @@
 """A module, a data set and losses of a user, as `train` accepts them.
 
-Inside: `Stripes`, `Matcher`, `contrast`, `Scaled`, `settings`, `run`, `train_in_a_world`.
+Inside: `Stripes`, `Matcher`, `contrast`, `Scaled`, `settings`, `run`, `train_in_a_world`, `save_what_a_process_has`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments
-from itm_fast.training import TrainConfig, TrainResult, train
+from itm_fast.training import TrainConfig, Trainer, TrainResult, train
 
 COLOURS, STRIPES = 6, 4
 
@@ -96,3 +97,21 @@ def train_in_a_world(rank: int, value: dict[str, Any]) -> None:
     model = Matcher()
     model.dropout.p = 0.0
     run(settings(value["out"], **value["changes"]), model=model)
+
+
+def save_what_a_process_has(rank: int, value: dict[str, Any]) -> None:
+    """Train with a learned loss beside a moving average, and save all weights of this process."""
+    torch.manual_seed(rank)
+    model, loss = Matcher(), Scaled()
+    loss.scale.data.uniform_(5.0, 15.0)
+    kept: list[Trainer] = []
+    start = Trainer.run
+
+    def noting(self: Trainer) -> TrainResult:
+        kept.append(self)
+        return start(self)
+
+    Trainer.run = noting  # type: ignore[method-assign]
+    run(settings(value["out"], scenario="mss", ema_decay=0.9), model=model, loss=loss)
+    parts = {"model": model, "loss": loss, "average": kept[0].stepper.scenario.anchor}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, Path(value["out"]) / f"{rank}.pt")

@@ -121,6 +121,16 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.thorough
+def test_all_processes_start_from_the_weights_of_the_first(tmp_path: Path) -> None:
+    """Those of the model, of a learned loss and of the moving average."""
+    job = {"function": "python_tests.training.own_parts:save_what_a_process_has", "value": {"out": str(tmp_path)}}
+    (outcomes,) = run_jobs([{"size": 2, **job}])
+    assert [(status, error) for status, _, error in outcomes] == [(0, "")] * 2
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert differences(first, second) == []
+
+
 def test_a_module_as_loss_learns_and_gets_the_pairs_of_the_same_image(tmp_path: Path) -> None:
     loss = Scaled()
     run(settings(tmp_path), loss=loss)
