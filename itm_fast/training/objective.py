@@ -21,15 +21,26 @@ __all__ = ["make_boosting_loss", "make_losses", "make_realignment_losses"]
 def make_losses(config: TrainConfig, model: MatchingModel) -> dict[str, nn.Module]:
     """Return the losses by the negatives of a step: `config.mining`, and "all" for the warm-up.
 
-    Learned scales start where those of a pretrained `model` ended.
+    Learned scales start where those of a pretrained `model` ended. A loss that warms up with its own form has the same
+    parameters in both.
     """
     run = loss_settings(config)
     options = {**_pretrained_start(config.loss, model), **config.loss_options}
+    main = registry.create(config.loss, run, options)
     if warms_up_itself(config.loss):
         warm_up = registry.create(config.loss, {**run, "mining": "all"}, options)
+        _share_parameters(warm_up, main)
     else:
         warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
-    return {"all": warm_up, config.mining: registry.create(config.loss, run, options)}
+    return {"all": warm_up, config.mining: main}
+
+
+def _share_parameters(loss: nn.Module, main: nn.Module) -> None:
+    """Let the parts of `loss` use the parameters of the parts of `main` with the same names."""
+    parts = dict(main.named_modules())
+    for name, part in loss.named_modules():
+        shared = parts[name]._parameters if name in parts else {}
+        part._parameters.update({own: shared[own] for own in part._parameters if own in shared})
 
 
 def _pretrained_start(loss: str, model: MatchingModel) -> dict[str, Any]:

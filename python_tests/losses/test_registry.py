@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from itm_fast import losses, models
 from itm_fast.losses import registry
 from itm_fast.training import TrainConfig
+from itm_fast.training.checkpoint import load_state
 from itm_fast.training.config import read_yaml
+from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.commands import error
 from python_tests.helpers.runs import config, make_trainer, run
 
@@ -110,6 +113,26 @@ def test_a_loss_of_an_installed_package_trains(data: Path, tmp_path: Path, monke
     saved = tmp_path / "run" / "train.yaml"
     assert read_yaml(saved)["loss_options"] == {"target": 0.5}
     assert "plugin_of" not in saved.read_text()
+
+
+@pytest.mark.usefixtures("_forget")
+def test_a_warm_up_trains_the_parameters_of_the_loss(data: Path, tmp_path: Path) -> None:
+    @losses.register("learned", mining=("hardest", "all"))
+    class Learned(nn.Module):
+        def __init__(self, mining: str) -> None:
+            super().__init__()
+            self.loss, self.scale = losses.TripletLoss(0.2, mining=mining), nn.Linear(1, 1, bias=False)
+
+        def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
+            return self.loss(self.scale(scores[..., None])[..., 0], positives=positives)
+
+    settings = config(data, tmp_path, loss="learned", warmup_epochs=1, log_every=1)
+    run(settings)
+    found = [line["loss_weight"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "train"]
+    assert len(set(found)) == len(found), "each step changes it"
+    kept = load_state(tmp_path)["loss"]
+    assert kept["all.scale.weight"] == kept["hardest.scale.weight"] == found[-1]
+    assert run(attrs.evolve(settings, epochs=3), resume=True).finished
 
 
 @pytest.mark.usefixtures("_forget")
