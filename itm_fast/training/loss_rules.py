@@ -100,6 +100,7 @@ def check_loss(config: Any) -> None:
         if chosen not in values and not is_default:
             raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
     _check_conversions(config, fields)
+    _check_twins(config)
     if config.scenario in RIVALS:
         for name, wanted in (("loss", "triplet"), ("mining", "hardest"), ("halve_loss", False)):
             if getattr(config, name) != wanted:
@@ -223,6 +224,14 @@ def _check_conversions(config: Any, fields: Mapping[str, Any]) -> None:
                 f"{name}: the realignment of conversions takes {wanted or 'none'}, got {getattr(config, name)!r}; "
                 "--no-realignment trains the fused feature alone"
             )
+
+
+def _check_twins(config: Any) -> None:
+    """Raise ValueError if networks with equal losses would start from the same weights, and so stay equal."""
+    mutual = config.scenario == "oss" and is_mutual(config)
+    if config.clip is not None and (mutual or config.scenario == "ncr"):
+        what = f"boosting {boosting_of(config)}" if mutual else f"scenario {config.scenario}"
+        raise ValueError(f"clip: expected none with the {what}: all networks would start from the weights of the CLIP")
 
 
 def boosting_weight(config: Any) -> float:

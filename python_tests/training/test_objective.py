@@ -89,6 +89,10 @@ def test_the_choices_are_those_of_the_operator() -> None:
         ({"loss": "triplets"},
          "loss: unknown loss 'triplets': did you mean 'triplet'? (or install the package that adds it)"),
         ({"mining": "selective", "epsilon": -1}, "epsilon: expected a number at least 0, got -1"),
+        ({"model": "clip", "clip": "c", "scenario": "ncr"},
+         "clip: expected none with the scenario ncr: all networks would start from the weights of the CLIP"),
+        ({"model": "clip", "clip": "c", "scenario": "oss", "boosting": "dml"},
+         "clip: expected none with the boosting dml: all networks would start from the weights of the CLIP"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together_are_named(options: dict[str, Any], message: str) -> None:
