@@ -31,6 +31,8 @@ __all__ = ["OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "
 _ENCODES = ("encode_images", "encode_captions", "score")
 # Settings that say how to build or wrap a model of this package.
 _OF_BUILT_IN = ("bert", "clip", "image_backbone", "conversions")
+# Scenarios that do not call the loss of a branch.
+_WITH_OWN_LOSSES = ("aoq", "meta_spn", "ncr")
 _READS = ("n_images", "caption_image", "image_batch", "caption_batch", "__len__")
 
 
@@ -202,8 +204,10 @@ def as_model(model: nn.Module) -> MatchingModel:
     return OwnModel(model)
 
 
-def check_settings(config: TrainConfig, model: MatchingModel, data: PrecomputedDataset | OwnData) -> None:
-    """Raise ValueError naming a setting that does not go with a user's own module or data set."""
+def check_settings(
+    config: TrainConfig, model: MatchingModel, data: PrecomputedDataset | OwnData, *, own_loss: bool = False
+) -> None:
+    """Raise ValueError naming a setting that does not go with a user's own module, data set or loss."""
     if isinstance(model, OwnModel):
         for name in _OF_BUILT_IN:
             if getattr(config, name) is not None:
@@ -214,6 +218,8 @@ def check_settings(config: TrainConfig, model: MatchingModel, data: PrecomputedD
         raise ValueError(
             "picture_augmentation: expected none with your own data set, which can augment in its method batch"
         )
+    if own_loss and config.scenario in _WITH_OWN_LOSSES:
+        raise ValueError(f"loss: the scenario {config.scenario} has losses of its own and cannot take yours")
 
 
 def as_data(data: Gallery, split: str) -> PrecomputedDataset | OwnData:

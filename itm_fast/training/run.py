@@ -67,7 +67,7 @@ def train(
             They need a `model`.
         loss: a function or module that maps the scores (B, B), images in rows and matching pairs on the diagonal, to a
             scalar, in all epochs. A parameter `positives` receives a mask (B, B) of further pairs that are no
-            negatives, or None.
+            negatives, or None. The scenarios aoq, meta_spn and ncr have their own losses and take none.
 
     Raises:
         TypeError: `model` or a data set lacks a method.

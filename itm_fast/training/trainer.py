@@ -81,7 +81,7 @@ class Trainer:
         anchor = None if anchor is None else anchor.to(self.device)
         self.train_data = train_data = as_data(train_data, "train")
         self.validation_data = as_data(validation_data, config.validation_split)
-        check_settings(config, self.model, train_data)
+        check_settings(config, self.model, train_data, own_loss=self._own_loss)
         batches = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
         if batches == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")

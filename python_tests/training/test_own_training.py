@@ -196,6 +196,9 @@ class Mute(Matcher):
     score = None  # type: ignore[assignment]
 
 
+BUILT_IN = models.create("vsepp", vocab_size=7, feature_dim=3, embed_dim=4, word_dim=2)
+
+
 def broken(**changes: object) -> Stripes:
     data = Stripes(60, 1)
     for name, value in changes.items():
@@ -227,6 +230,13 @@ def broken(**changes: object) -> Stripes:
         ({}, {"picture_augmentation": "crop"}, ValueError, "picture_augmentation: expected none with your own data"),
         ({}, {"text_augmentation": 0.2}, ValueError, "text_augmentation: needs the vocabulary of the captions"),
         ({}, {"bucket_batches": 2}, ValueError, "bucket_batches: Stripes has no caption_lengths"),
+        *(
+            (
+                {"model": BUILT_IN}, {"scenario": scenario}, ValueError,
+                f"loss: the scenario {scenario} has losses of its own and cannot take yours",
+            )
+            for scenario in ("aoq", "meta_spn", "ncr")
+        ),
     ],
 )  # fmt: skip
 def test_one_line_says_what_does_not_fit(
