@@ -46,6 +46,13 @@ def check_shared(models: Iterable[MatchingModel], world: World) -> None:
             raise ValueError(
                 f"model: {model.name} scores the captions of a batch together, which {world.size} processes share"
             )
+        owner = next(one for one in type(model).__mro__ if "forward" in vars(one))
+        # The built-in ones only add a loss of their own, which is refused elsewhere.
+        if owner is not MatchingModel and "auxiliary_setting" not in vars(owner):
+            raise ValueError(
+                f"model: {model.name} overrides forward, which {world.size} processes do not call; override "
+                "encode_images, encode_captions or score"
+            )
 
 
 class GatheredScores(nn.Module):
@@ -122,7 +129,9 @@ class GatheredScores(nn.Module):
 
     @torch.no_grad()
     def _mean_statistics(self, counts: Sequence[int]) -> None:
-        places = [(part, name) for part in self._apart for name in _STATISTICS if name in part._buffers]
+        # Frozen statistics are equal, and a mean would round them.
+        learning = [part for part in self._apart if part.training]
+        places = [(part, name) for part in learning for name in _STATISTICS if name in part._buffers]
         found = [getattr(part, name) for part, name in places]
         if not found:
             return

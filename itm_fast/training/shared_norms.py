@@ -19,8 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from itm_fast.distributed import World, gather_rows
 from itm_fast.nn.grouped import GroupedRowNorm
+from itm_fast.nn.residual_image_encoder import RowNorm
 
 __all__ = ["SharedBatchNorm", "SharedGroupedNorm", "share_norms", "shared_norms"]
+
+# What `SharedBatchNorm` computes over all processes.
+_REPLACED = (_BatchNorm.forward, nn.SyncBatchNorm.forward, RowNorm.forward)
 
 
 class SharedBatchNorm(_BatchNorm):
@@ -91,8 +95,12 @@ class SharedGroupedNorm(GroupedRowNorm):
 def share_norms(model: nn.Module, world: World, but: Collection[str] = ()) -> None:
     """Replace the batch normalizations in `model` by shared ones, except in the modules named in `but`.
 
+    A subclass with its own `forward` may compute more. It is kept if it is in evaluation mode, as its statistics are
+    then the same in all processes.
+
     Raises:
-        ValueError: a batch normalization has no momentum or no running statistics.
+        ValueError: a batch normalization has no momentum or no running statistics, or is in training mode and has its
+            own `forward`.
     """
     for name, part in list(model.named_children()):
         if name in but:
@@ -100,6 +108,13 @@ def share_norms(model: nn.Module, world: World, but: Collection[str] = ()) -> No
         if isinstance(part, SharedBatchNorm | SharedGroupedNorm):
             continue
         if isinstance(part, _BatchNorm):
+            if type(part).forward not in _REPLACED:
+                if part.training:
+                    raise ValueError(
+                        f"{name}: several processes cannot share the statistics of {type(part).__name__}, a batch "
+                        "normalization with its own forward; use torch's, or keep it in evaluation mode"
+                    )
+                continue
             if part.momentum is None or part.running_mean is None:
                 raise ValueError(
                     f"{name}: several processes need batch normalization with a momentum and running statistics"

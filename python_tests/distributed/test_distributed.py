@@ -18,7 +18,7 @@ from itm_fast.data import Vocabulary
 from itm_fast.distributed import Launch, World, launched
 from itm_fast.distributed import world as world_module
 from itm_fast.training import TrainConfig
-from itm_fast.training.replicas import GatheredScores
+from itm_fast.training.replicas import GatheredScores, check_shared
 from itm_fast.training.shared_norms import SharedBatchNorm, share_norms
 from itm_fast.training.step import Stepper
 from python_tests.distributed.world_cases import (
@@ -355,6 +355,54 @@ def test_a_normalisation_that_processes_cannot_share_is_named(changes: dict) -> 
         ValueError, match=r"^norm: several processes need batch normalization with a momentum and running"
     ):
         share_norms(model, World(Launch(0, 2)))
+
+
+class Activated(torch.nn.BatchNorm2d):
+    """Batch normalisation with an activation, as in timm."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values).relu()
+
+
+def test_a_normalisation_with_its_own_forward_is_not_replaced() -> None:
+    """It keeps frozen statistics; others are refused."""
+    model = torch.nn.ModuleDict({"plain": torch.nn.BatchNorm2d(3), "norm": Activated(3)})
+    own = model["norm"].eval()
+    share_norms(model, World(Launch(0, 2)))
+    assert type(model["plain"]) is SharedBatchNorm
+    assert model["norm"] is own
+    own.train()
+    message = "^norm: several processes cannot share the statistics of Activated, a batch normalization with its own"
+    with pytest.raises(ValueError, match=message):
+        share_norms(model, World(Launch(0, 2)))
+
+
+def test_frozen_statistics_are_not_averaged() -> None:
+    """Nothing is sent, so that this works without other processes."""
+    name, options, _ = NORMALIZED
+    model = models.create(name, **options).train()
+    for part in model.modules():
+        if isinstance(part, torch.nn.BatchNorm1d):
+            part.eval()
+    GatheredScores(model, World(Launch(0, 2)))._mean_statistics((2, 1))
+
+
+def test_an_overridden_forward_that_nothing_calls_is_refused() -> None:
+    class Tempered(models.VSEPP):
+        def forward(self, *arguments: Any) -> torch.Tensor:
+            return 3.0 * super().forward(*arguments)
+
+    class Reasoning(models.VSRN):
+        """The base class overrides it for a loss of its own alone."""
+
+    def made(model: type[models.MatchingModel], **options: int) -> models.MatchingModel:
+        return model(model.Config(vocab_size=20, feature_dim=10, embed_dim=8, word_dim=6, **options))
+
+    check_shared([made(Tempered)], World())
+    check_shared([made(Reasoning, graph_layers=1)], World(Launch(0, 2)))
+    message = "^model: vsepp overrides forward, which 2 processes do not call; override encode_images, encode_captions"
+    with pytest.raises(ValueError, match=message):
+        check_shared([made(Tempered)], World(Launch(0, 2)))
 
 
 def test_encoders_take_the_statistics_of_all_processes() -> None:
