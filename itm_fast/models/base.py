@@ -1,6 +1,6 @@
 """The base class of all models: encode, score, save and load.
 
-Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `model_class`, `config_class`.
+Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `model_class`, `config_class`, `first_image_weight`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -155,10 +156,9 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
     def first_image_weight(self) -> nn.Parameter:
         """Return the weight of the first layer for image features, whose gradient norm reveals vanishing gradients.
 
-        This is the first parameter of `image_encoder`, or of the model if it has no such part.
+        This is the first parameter of `image_encoder`, or of the model if it has no such part or that has none.
         """
-        encoder: nn.Module = getattr(self, "image_encoder", self)
-        return next(encoder.parameters())
+        return first_image_weight(self)
 
     @property
     def encoder_config(self) -> Any:
@@ -271,6 +271,13 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
         return {WEIGHTS_FILE: serialize(weights), CONFIG_FILE: (json.dumps(content, indent=2) + "\n").encode()}
+
+
+def first_image_weight(model: nn.Module) -> nn.Parameter:
+    """Return the first parameter of `image_encoder` if `model` has such a part with parameters, else of `model`."""
+    encoder = getattr(model, "image_encoder", None)
+    of_images = encoder.parameters() if isinstance(encoder, nn.Module) else ()
+    return next(chain(of_images, model.parameters()))
 
 
 def _of_arrays(encode: Callable[..., Any]) -> Callable[..., Any]:
@@ -440,7 +447,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> N
         if not fits:
             kind = "floating point" if own.is_floating_point() else str(own.dtype)
             raise ValueError(f"{source}: {name}: expected {kind} values, got {tensor.dtype}")
-        check_finite(tensor, f"{source}: {name}")
+        check_finite(tensor, f"{source}: {name}", own)
     model.load_state_dict(weights)
 
 

@@ -62,9 +62,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, shortened(str(error))) from None
 
 
-def check_finite(tensor: Tensor, name: str) -> None:
-    """Raise ValueError naming the first row (first dimension) of a tensor with a value that is not finite."""
+def check_finite(tensor: Tensor, name: str, own: Tensor | None = None) -> None:
+    """Raise ValueError naming the first row (first dimension) of a tensor with a value that is not finite.
+
+    Values that equal those of `own` at the same places are accepted, such as the -inf of a mask.
+    """
     finite = tensor.isfinite()
+    if own is not None and not bool(finite.all()):
+        own = own.to(tensor.device)
+        finite |= (tensor == own) | (tensor.isnan() & own.isnan())
     if not bool(finite.all()):
         row = f"row {int(finite.logical_not().nonzero()[0, 0])} holds" if tensor.ndim else "holds"
         raise ValueError(f"{name}: {row} values that are not finite")

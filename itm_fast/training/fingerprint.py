@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from itm_fast.data import PrecomputedDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.models.base import MatchingModel
@@ -57,9 +60,14 @@ def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, st
         if not weight.requires_grad and not frozen_epochs(config, name)
     ]
     if frozen:
-        parts = (part for name, weight in frozen for part in (name.encode(), weight.detach().cpu().numpy().tobytes()))
+        parts = (part for name, weight in frozen for part in (name.encode(), _bytes(weight)))
         found["frozen weights (itm-fast realign)"] = sha256_of_parts(*parts)
     return found
+
+
+def _bytes(weight: Tensor) -> bytes:
+    # NumPy has no bfloat16.
+    return weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def check_fingerprints(before: dict[str, str], now: dict[str, str], source: Path) -> None:

@@ -22,7 +22,7 @@ from itm_fast.evaluation.scoring import Gallery
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.losses import TripletLoss
-from itm_fast.models.base import WEIGHTS_FILE, MatchingModel, check_shapes, shapes_of
+from itm_fast.models.base import WEIGHTS_FILE, MatchingModel, check_shapes, first_image_weight, shapes_of
 from itm_fast.models.weights_file import read_shapes, read_weights
 from itm_fast.training.config import TrainConfig
 
@@ -64,7 +64,7 @@ class OwnModel(MatchingModel):
         return bool(getattr(self.module, "scores_within_one", True))
 
     def first_image_weight(self) -> nn.Parameter:
-        return next(getattr(self.module, "image_encoder", self.module).parameters())
+        return first_image_weight(self.module)
 
     def file_contents(self) -> dict[str, bytes]:
         """Return the weights under the names that the module gives them."""

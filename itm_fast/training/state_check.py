@@ -22,6 +22,8 @@ __all__ = ["check_equal", "check_like", "check_progress", "check_summary"]
 def check_like(value: Any, expected: Any, name: str) -> None:
     """Check that `value` has the keys, lengths, types, shapes and strides of `expected`, and finite numbers.
 
+    A tensor may have the values of `expected` that are not finite at the same places.
+
     The tensors of `value` are on the CPU; those of `expected` may be on any device.
     """
     if isinstance(expected, Tensor):
@@ -85,4 +87,4 @@ def _check_tensor(value: Any, expected: Tensor, name: str) -> None:
             raise ValueError(f"{name}: expected {what} {wanted}, got {found}")
     if value.stride() != expected.stride():
         raise ValueError(f"{name}: expected values with strides {expected.stride()}, got {value.stride()}")
-    check_finite(value, name)
+    check_finite(value, name, expected)

@@ -247,6 +247,56 @@ def test_one_line_says_what_does_not_fit(
     assert "\n" not in str(raised.value)
 
 
+class Masked(Matcher):
+    """With a causal mask, and frozen weights in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.frozen = nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False)
+
+
+@pytest.mark.parametrize("scenario", ["single", "mss"])
+def test_a_module_with_infinite_buffers_and_frozen_bfloat16_resumes(tmp_path: Path, scenario: str) -> None:
+    model = Masked()
+    run(settings(tmp_path, warmup_epochs=1, scenario=scenario), model=model)
+    other = Masked()
+    other.frozen.load_state_dict(model.frozen.state_dict())
+    assert run(settings(tmp_path, warmup_epochs=1, epochs=3, scenario=scenario), model=other, resume=True).finished
+    if scenario == "mss":
+        assert torch.equal(load_file(tmp_path / "branches" / "1" / "model.safetensors")["mask"], model.mask)
+    with pytest.raises(ValueError, match=r"^frozen weights .*: its content is not what the run to resume was started"):
+        run(settings(tmp_path, warmup_epochs=1, epochs=3, scenario=scenario), model=Masked(), resume=True)
+
+
+def test_infinite_weights_of_a_state_are_refused(tmp_path: Path) -> None:
+    run(settings(tmp_path, epochs=1))
+    path = tmp_path / "last" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    state["model"]["module.words.weight"][2, 0] = -torch.inf
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"module\.words\.weight: row 2 holds values that are not finite$"):
+        run(settings(tmp_path, epochs=1), resume=True)
+
+
+def test_an_image_encoder_without_weights_trains(tmp_path: Path) -> None:
+    class Pixels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image_encoder, self.words = nn.Flatten(), nn.EmbeddingBag(7, 3 * 4 * 2)
+
+        def encode_images(self, pixels: Tensor) -> Tensor:
+            return self.image_encoder(pixels)
+
+        def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
+            return self.words(token_ids)
+
+        def score(self, images: Tensor, captions: Tensor) -> Tensor:
+            return images @ captions.t()
+
+    assert run(settings(tmp_path), model=Pixels()).finished
+
+
 def test_the_data_folder_is_required_without_own_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data: this setting is required"):
         run(settings(tmp_path), train_data=None, validation_data=None, model=None)

@@ -37,7 +37,7 @@ class MomentumScenario(Scenario):
     """MSS: the anchor starts as a copy of the target and moves slightly towards it after each step (Eq 22).
 
     Parameters and floating point buffers are averaged, including the statistics of batch normalization. Integer buffers
-    are copied from the target.
+    are copied from the target, and so are values of buffers that are not finite, such as those of a mask.
 
     Args:
         target: the branch that learns.
@@ -69,12 +69,15 @@ class MomentumScenario(Scenario):
         result = super().step(batch, number)
         with torch.no_grad():
             new, moved = self.target.model.state_dict(), set()
+            buffers = dict(self.average.named_buffers())
             for name, average in self.average.state_dict().items():
                 if average.data_ptr() in moved:  # A tied weight has several names.
                     continue
                 moved.add(average.data_ptr())
                 if average.is_floating_point():
                     average.lerp_(new[name], 1.0 - momentum)
+                    if name in buffers:
+                        average.copy_(torch.where(new[name].isfinite(), average, new[name]))
                 else:
                     average.copy_(new[name])
         return result
