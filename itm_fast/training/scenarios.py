@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
+from itm_fast.models.bert_folder import load_bert
 from itm_fast.training.addr.scenario import AddrScenario, check_model
 from itm_fast.training.backbone import set_checkpointing
 from itm_fast.training.branch import BACKBONE, BERT, Branch
@@ -126,11 +127,13 @@ def _fresh_branches(config: TrainConfig, model: MatchingModel, per_epoch: int, c
     # Each branch draws its own weights from torch's random state (section III-C: randomly initialised).
     fresh = [type(model)(model.config).to(device) for _ in range(count)]
     # Every branch starts from the same pretrained models.
-    for folder, prefix in ((config.bert, BERT), (config.image_backbone, BACKBONE)):
-        for one in fresh if folder is not None else ():
-            part = prefix.rstrip(".")
-            one.get_submodule(part).load_state_dict(model.get_submodule(part).state_dict())
     for one in fresh:
+        if config.bert is not None:
+            # The folder may have weights of other parts, too.
+            load_bert(one.get_submodule(BERT.rstrip(".")), config.bert, one.beside_bert())
+        if config.image_backbone is not None:
+            part = BACKBONE.rstrip(".")
+            one.get_submodule(part).load_state_dict(model.get_submodule(part).state_dict())
         if config.clip is not None:
             one.load_state_dict(model.state_dict())
         set_checkpointing(config, one)

@@ -359,6 +359,15 @@ def test_pretrained_models_of_the_official_code(data: Path, tmp_path: Path, norm
     )
 
 
+@pytest.mark.parametrize("scenario", ["oss", "ncr"])
+def test_all_branches_start_from_the_pretrained_parts(data: Path, tmp_path: Path, scenario: str) -> None:
+    folder = official_folder(tmp_path / "oscar", random_oscar(WIDTH, norm=True))
+    chosen = settings(data, folder, tmp_path / "run", model_options={"image_norm": True}, scenario=scenario)
+    first, target = (branch.model.state_dict() for branch in make_trainer(chosen).stepper.scenario.branches)
+    differing = {name for name, weight in target.items() if not torch.equal(first[name], weight)}
+    assert differing == {"text_encoder.classifier.weight"}
+
+
 def test_pretrained_models_that_do_not_fit(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, (official, message) in enumerate((
         (random_oscar(WIDTH + 1), "img_embedding: weight: expected shape (24, 8), got (24, 9)"),
