@@ -1,6 +1,7 @@
 """What a user may bring to a training: a module, data sets and a loss.
 
-Inside: `OwnModel`, `OwnData`, `OwnLoss`, `as_model`, `as_data`, `as_loss`, `check_settings`.
+Inside: `OwnModel`, `OwnData`, `OwnLoss`, `as_model`, `as_data`, `as_loss`, `check_settings`,
+`fitting_vocabulary`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from itm_fast.models.base import WEIGHTS_FILE, MatchingModel, check_shapes, firs
 from itm_fast.models.weights_file import read_shapes, read_weights
 from itm_fast.training.config import TrainConfig
 
-__all__ = ["OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "check_settings"]
+__all__ = ["OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "check_settings", "fitting_vocabulary"]
 
 _ENCODES = ("encode_images", "encode_captions", "score")
 # Settings that say how to build or wrap a model of this package.
@@ -230,3 +231,12 @@ def as_data(data: Gallery, split: str) -> PrecomputedDataset | OwnData:
 def as_loss(loss: Callable[..., Tensor]) -> nn.Module:
     """Return a `TripletLoss` as it is, because one kernel computes it with the scores, and another one as `OwnLoss`."""
     return loss if type(loss) is TripletLoss else OwnLoss(loss)
+
+
+def fitting_vocabulary(model: MatchingModel, data: PrecomputedDataset | OwnData) -> Vocabulary | None:
+    """Return the vocabulary of the captions if it can be saved with the model, which must know as many words."""
+    words = data.vocabulary
+    if not isinstance(words, Vocabulary) or not words.saveable:
+        return None
+    config = getattr(model, "encoder_config", None)
+    return words if getattr(config, "vocab_size", len(words)) == len(words) else None

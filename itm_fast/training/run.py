@@ -151,8 +151,9 @@ def _open(trainer: Trainer, vocabulary: Vocabulary | None, *, resume: bool, prog
         warnings.warn(caution, stacklevel=2)
     if progress:
         tqdm.write("\n".join(_opening(trainer, vocabulary, path or "built from the training captions")))
-    if vocabulary is not None:
-        vocabulary.save(run / run_folder.VOCABULARY)
+    words = vocabulary or trainer.vocabulary
+    if words is not None:
+        words.save(run / run_folder.VOCABULARY)
 
 
 def _check_words(trainer: Trainer, *, built: bool) -> None:

@@ -31,7 +31,7 @@ from itm_fast.training import checkpoint, run_folder
 from itm_fast.training.backbone import check_pictures
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints, model_fingerprint
-from itm_fast.training.own import as_data, as_loss, as_model, check_settings
+from itm_fast.training.own import as_data, as_loss, as_model, check_settings, fitting_vocabulary
 from itm_fast.training.phases import Phases
 from itm_fast.training.progress import Progress, TrainResult
 from itm_fast.training.reading import read_batches
@@ -86,6 +86,7 @@ class Trainer:
         if batches == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
         self._talks = progress and self.world.first
+        self.vocabulary = fitting_vocabulary(self.model, train_data)
         self._kept_before = train_data.source.keep_bfloat16
         self.placement: Placement | None = None
         if isinstance(train_data, PrecomputedDataset):
@@ -378,7 +379,7 @@ class Trainer:
         with self.world.together():
             if better and self.world.first:
                 others = self.stepper.scenario.companions()
-                run_folder.save_models(self.config.out, self.model, others, self.train_data.vocabulary)
+                run_folder.save_models(self.config.out, self.model, others, self.vocabulary)
         # Last, because a resumed run does not repeat a logged validation: the state is large, and writing it a
         # second time after the validation would double the cost of saving.
         position = {"split": self.validation_data.split, "step": step, "epoch": epoch}

@@ -158,6 +158,25 @@ def test_a_triplet_loss_is_computed_with_the_scores(tmp_path: Path, monkeypatch:
     assert evaluation.evaluate(models.load(tmp_path), splits) == pytest.approx(result.best)
 
 
+@pytest.mark.parametrize("scenario", ["single", "mss", "ncr", "sam"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_words_of_a_caption_dataset_are_saved_with_a_model_that_knows_as_many(
+    tmp_path: Path, scenario: str, more: int
+) -> None:
+    random, words = np.random.default_rng(0), ["red", "ball", "dog", "tree", "car", "boat"]
+    vocabulary = Vocabulary.build([" ".join(words)], 1)
+    captions = [" ".join(random.permutation(words)[:4]) for _ in range(30)]
+    features = random.standard_normal((15, 3, 8)).astype(np.float32)
+    splits = CaptionDataset(features, captions, np.arange(15).repeat(2), vocabulary)
+    sizes = {"vocab_size": len(vocabulary) + more, "feature_dim": 8, "embed_dim": 8, "word_dim": 8}
+    parts = {"train_data": splits, "validation_data": splits, "loss": None}
+    run(settings(tmp_path, scenario=scenario), model=models.create("vsepp", **sizes), **parts)
+    for folder in (".", "branches/1") if scenario in ("mss", "ncr") else (".",):
+        assert models.load(tmp_path / folder).tokenizer == (None if more else vocabulary)
+    again = settings(tmp_path, scenario=scenario, epochs=3, warmup_epochs=1)
+    assert run(again, model=models.create("vsepp", **sizes), resume=True, **parts).finished
+
+
 def test_an_own_module_trains_on_a_data_folder_and_a_named_model_with_an_own_loss(tmp_path: Path) -> None:
     folder = write_concepts(tmp_path / "data")
 

@@ -19,6 +19,7 @@ from itm_fast.data.cider import CiderD
 from itm_fast.ops.triplet_loss import upcast
 from itm_fast.training.branch import Branch
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.own import OwnData
 from itm_fast.training.scenario import BatchFunctions, Scenario, StepResult
 
 __all__ = ["SamScenario", "adaptive_losses"]
@@ -57,12 +58,13 @@ class SamScenario(Scenario):
 
     def __init__(self, target: Branch, config: TrainConfig, data: Any) -> None:
         super().__init__([target], 0.0)
-        if not isinstance(data, CaptionDataset):
+        read = data.data if isinstance(data, OwnData) else data
+        if not isinstance(read, CaptionDataset):
             raise ValueError(
-                f"scenario: sam needs the words of the captions, which {type(data).__name__} does not give"
+                f"scenario: sam needs the words of the captions, which {type(read).__name__} does not give"
             )
         self.config = config
-        self._cider = CiderD(data.token_ids, data.caption_lengths, data.caption_image)
+        self._cider = CiderD(read.token_ids, read.caption_lengths, read.caption_image)
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:
         """Run one step; messages name it by `number`.
