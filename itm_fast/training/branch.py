@@ -6,7 +6,7 @@ Inside: `Branch`, `DivergedError`, `finite`, `BERT`, `BACKBONE`, `TEXT_TOWER`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Branch:
         self, config: TrainConfig, model: MatchingModel, per_epoch: int, of_loss: Sequence[nn.Parameter] = ()
     ) -> None:
         self.config, self.model, self._of_loss = config, model, list(of_loss)
-        # The steps in which pretrained weights do not learn.
+        # The steps in which a weight does not learn.
         self._frozen_steps = {
             one: frozen_epochs(config, name) * per_epoch
             for name, one in model.named_parameters()
@@ -53,8 +53,13 @@ class Branch:
         self.after_backward: list[Callable[[], None]] = []
         self._freeze()
 
+    def start_later(self, parameters: Iterable[nn.Parameter], steps: int) -> None:
+        """Let parameters learn only after `steps` steps. Call it before the first step."""
+        self._frozen_steps.update(dict.fromkeys(parameters, steps))
+        self._freeze()
+
     def _freeze(self) -> None:
-        """Freeze pretrained weights, or let them learn from the next step on."""
+        """Freeze weights that learn later, or let them learn from the next step on."""
         for parameter, frozen in self._frozen_steps.items():
             parameter.requires_grad_(self.steps >= frozen)
 

@@ -26,7 +26,7 @@ from itm_fast.training.diagnostics import (
     watched_embeddings,
 )
 from itm_fast.training.gradient_monitor import GradientMonitor
-from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies
+from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies, warms_up_itself
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.replicas import Replicas, check_shared
@@ -86,6 +86,8 @@ class Stepper:
         self.scenario = make_scenario(
             config, model, per_epoch, anchor, image_rows, n_images, room, of_loss, data, validation_data
         )
+        if "all" in self.losses and config.mining != "all" and not warms_up_itself(config.loss):
+            self.scenario.branches[0].start_later(of_loss, config.warmup_epochs * per_epoch)
         learning = [branch.model for branch in self.scenario.branches]
         check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)

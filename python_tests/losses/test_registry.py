@@ -136,6 +136,27 @@ def test_a_warm_up_trains_the_parameters_of_the_loss(data: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("_forget")
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_loss_learns_after_a_warm_up_without_it(data: Path, tmp_path: Path, epochs: int) -> None:
+    """A run resumes from within the warm-up, which is the first epoch, and from after it."""
+
+    @losses.register("late", mining=("hardest",))
+    class Late(nn.Module):
+        def __init__(self, margin: float, mining: str) -> None:
+            super().__init__()
+            self.loss, self.scale = losses.TripletLoss(margin, mining=mining), nn.Parameter(torch.ones(()))
+
+        def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
+            return self.loss(self.scale * scores, positives=positives)
+
+    settings = config(data, tmp_path, loss="late", warmup_epochs=1, epochs=epochs)
+    run(settings)
+    kept = load_state(tmp_path)["loss"]["hardest.scale"]
+    assert (kept == 1) == (epochs == 1)
+    assert run(attrs.evolve(settings, epochs=3), resume=True).finished
+
+
+@pytest.mark.usefixtures("_forget")
 def test_a_model_of_an_installed_package_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "itm_fast.models", "tiny", PLUGIN_MODEL)
     assert "tiny" in models.names()
