@@ -150,7 +150,8 @@ class ResizedPictures(Features):
         patch = preprocessing.side // grid
         self.shape = (len(pictures.paths), grid * grid, 3 * patch * patch)
         self.digest = sha256_of_parts(repr((preprocessing, grid, dtype, quality)).encode())
-        self.stretched = isinstance(preprocessing, Preprocessing) and preprocessing.shortest_edge is None
+        crops = isinstance(preprocessing, Preprocessing) and preprocessing.shortest_edge is not None
+        self.stretched = not crops  # Pictures that keep their proportions become squares when they are read.
         self._preprocessing = preprocessing
         self._files = Decoded(pictures, functools.partial(_compressed, preprocessing, dtype, quality), workers)
 

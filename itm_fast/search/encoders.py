@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def preprocessing_of(kind: str) -> Preprocessing:
     return _encoder(kind).preprocessing
 
 
-def encoded(images: list[Image.Image], kind: str) -> Tensor:
+def encoded(images: Iterable[Image.Image], kind: str) -> Tensor:
     """Return the features (n, k, f) float32 of decoded pictures.
 
     Raises:

@@ -1,6 +1,6 @@
 """Turn pictures into the features that a model was trained on, and into thumbnails.
 
-Inside: `Picture`, `kind_of`, `features_of`, `thumbnail`, `picture_in`.
+Inside: `Picture`, `kind_of`, `grid_of`, `features_of`, `thumbnail`, `picture_in`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from PIL import Image
 from torch import Tensor
 
 from itm_fast.data import CaptionDataset, PrecomputedDataset, emoji, whole_picture_of
-from itm_fast.data.picture_files import open_picture
+from itm_fast.data.picture_files import MOST_STRETCHED, open_picture
 from itm_fast.data.picture_shards import StoredPictures, as_patches
 from itm_fast.data.preprocessing import Preprocessing
 from itm_fast.files.messages import shown
 from itm_fast.search.encoders import encoded, is_encoder_kind, preprocessing_of
 
-__all__ = ["Picture", "features_of", "kind_of", "picture_in", "thumbnail"]
+__all__ = ["Picture", "features_of", "grid_of", "kind_of", "picture_in", "thumbnail"]
 
 # A path, the content of a file, or pixels (height, width, 3) uint8.
 Picture = str | os.PathLike[str] | bytes | np.ndarray
@@ -49,12 +49,16 @@ def features_of(pictures: list[Picture], kind: str) -> Tensor:
     Raises:
         ValueError: the index does not know how a picture becomes features, or a picture cannot be decoded.
     """
-    images = [opened(picture) for picture in pictures]
     if is_encoder_kind(kind):
-        return encoded(images, kind)
+        return encoded(map(opened, pictures), kind)
     preprocessing, grid = _patches_of(kind)
-    pixels = np.stack([preprocessing.square(image) for image in images])
+    pixels = np.stack([preprocessing.square(opened(picture)) for picture in pictures])
     return torch.from_numpy(emoji.patches(pixels)) if kind == "emoji" else as_patches(pixels, grid)
+
+
+def grid_of(kind: str) -> int | None:
+    """Return the patches per side of a picture, or None if they are unknown or those of an encoder."""
+    return None if not kind or is_encoder_kind(kind) else _patches_of(kind)[1]
 
 
 def _patches_of(kind: str) -> tuple[Preprocessing, int]:
@@ -76,6 +80,10 @@ def opened(picture: Picture) -> Image.Image:
     if isinstance(picture, np.ndarray):
         if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
             raise ValueError(f"picture: expected uint8 (height, width, 3), got {picture.dtype} {picture.shape}")
+        if max(picture.shape[:2]) > MOST_STRETCHED * min(picture.shape[:2]):
+            raise ValueError(
+                f"picture: expected sides up to {MOST_STRETCHED} times as long as the other, got {picture.shape[:2]}"
+            )
         return Image.fromarray(picture)
     if isinstance(picture, bytes):
         return open_picture(Path("picture"), picture)

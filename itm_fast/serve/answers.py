@@ -9,12 +9,11 @@ import math
 import re
 from typing import Any
 
-from itm_fast.data import emoji
 from itm_fast.evaluation import Explanation
 from itm_fast.models import MatchingModel
 from itm_fast.nn import BackboneEncoder
 from itm_fast.search import Index, Item, Results
-from itm_fast.search.encoders import is_encoder_kind
+from itm_fast.search.pictures import grid_of
 from itm_fast.serve.limits import Limits
 from itm_fast.serve.queue import Query
 from itm_fast.version import __version__
@@ -123,8 +122,8 @@ def explained(index: Index, explanation: Explanation, model: MatchingModel, text
 
 def _grid_side(kind: str, model: MatchingModel) -> int | None:
     """Return the regions per side of a picture, or None if the index holds features of unknown places."""
-    if not kind or is_encoder_kind(kind):
-        return None
-    side = emoji.GRID if kind == "emoji" else int(kind.partition("x")[2])
+    side = grid_of(kind)
     encoder = getattr(model, "image_encoder", None)
-    return math.isqrt(encoder.regions(encoder.side * side)) if isinstance(encoder, BackboneEncoder) else side
+    if side is None or not isinstance(encoder, BackboneEncoder):
+        return side
+    return math.isqrt(encoder.regions(encoder.side * side))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from itm_fast import cli
 from itm_fast.data import Vocabulary, open_split
-from itm_fast.search.pictures import features_of, kind_of, thumbnail
+from itm_fast.search.pictures import features_of, grid_of, kind_of, thumbnail
 from python_tests.helpers.pictures import write_captions
 
 
@@ -33,12 +33,18 @@ def test_a_picture_becomes_the_features_that_an_import_stores(tmp_path: Path, op
     arguments += ["--quality", 100, "--out", tmp_path / "store", "--workers", 0, "--min-count", 1]
     assert cli.run(["data", "import", *map(str, arguments)]) == 0
     data = open_split(tmp_path / "store", "test", Vocabulary.from_file(tmp_path / "store" / "vocab.json"))
-    assert kind_of(data) == kind
+    assert (kind_of(data), grid_of(kind)) == (kind, 4)
     pictures = [tmp_path / "photos" / name for name in data.image_ids or ()]
     stored = data.region_batch(list(range(data.n_images)))
     assert (features_of(pictures, kind) - stored).abs().mean() < 0.02
     other = {"64x4": "64x4 stretched", "64x4 stretched": "64x4"}[kind]
     assert (features_of(pictures, other) - stored).abs().mean() > 0.06
+
+
+def test_an_array_of_extreme_proportions_is_refused() -> None:
+    message = r"^picture: expected sides up to 100 times as long as the other, got \(1, 101\)$"
+    with pytest.raises(ValueError, match=message):
+        features_of([np.zeros((1, 101, 3), np.uint8)], "64x4")
 
 
 def test_thumbnails_show_the_part_that_becomes_features(tmp_path: Path) -> None:
