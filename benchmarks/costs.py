@@ -90,17 +90,21 @@ def scores(
 
     The epilogue needs, for each image and word, the softmax over the regions and the quadratic form of its numerators,
     K (K + 1) / 2 multiply-adds by symmetry. If the K regions are more than a tile has, tensor cores multiply the Gram
-    matrix with the numerators, and K multiply-adds are left. Two launches: plan and Gram matrices, pairs.
+    matrix with the numerators, and K multiply-adds are left. Or they form the attended vectors, if these take fewer
+    products. Two launches: plan and Gram matrices, pairs.
     """
     region_rows, word_rows = images * regions, captions * words
     cells = region_rows * word_rows
-    products = 2 * cells * dim + 2 * images * regions**2 * dim
-    is_long = regions > TILE_REGIONS
-    if is_long:
-        products += 2 * cells * regions
-    epilogue = cells * ((2 if is_long else regions + 1) + SOFTMAX_OPERATIONS)
-    moved = element * (region_rows + word_rows) * dim + 2 * 4 * images * regions**2 + 4 * images * captions
-    return Cost(products, epilogue, moved, launches=2)
+    gram, gram_bytes = 2 * images * regions**2 * dim, 2 * 4 * images * regions**2
+    if regions <= TILE_REGIONS:
+        epilogue = cells * (regions + 1 + SOFTMAX_OPERATIONS)
+    else:
+        gram += 2 * cells * regions
+        epilogue = cells * (2 + SOFTMAX_OPERATIONS)
+        if 2 * cells * dim < gram:
+            gram, gram_bytes = 2 * cells * dim, 0
+    moved = element * (region_rows + word_rows) * dim + gram_bytes + 4 * images * captions
+    return Cost(2 * cells * dim + gram, epilogue, moved, launches=2)
 
 
 def tiles(lengths: Iterable[int], rows: int) -> int:

@@ -35,8 +35,8 @@ TILE_WARPS, SLICE_BYTES = 8, 64
 SET_ROWS, SET_SLICE_BYTES = 64, 256
 # Channels of a chunk, and columns of a product (RegulationTile112).
 CHUNK, COLUMNS = 512, 128
-# Of a gradient, for a block that sums it over rows; outputs of a bias (row_sums.h).
-SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 48, 256, 8
+# Of a gradient, for a block that sums it over rows (row_sums.h).
+SUM_ROWS, SUM_COLUMNS = 48, 256
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
 SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16, ProductTile<112, 128, 2, 4, 4, 256>, 1>"
@@ -48,6 +48,8 @@ DIFFERENTIATED = "differentiate_regulation<"
 KEPT_ROWS = 130_000_000 // 23_000
 # Products of bfloat16 parts for one product of float32 numbers.
 FLOAT_PRODUCTS = 6
+# And for one product of a float32 number with a bfloat16 one.
+PRODUCTS_OF_ROWS = 3
 LOSS = "triplet_with_gradient<TripletProblem<float>, ScoreTile<8, 8, 4>>"
 BOOSTING = "triplet_with_gradient<BoostingProblem<float>, ScoreTile<8, 8, 4>>"
 BOUNDS = ("tensor cores", "issue slots", "shared memory", "L2 cache", "device memory", "PyTorch", "launches")
@@ -253,24 +255,37 @@ def scores(images: int, captions: int, dim: int = costs.DIM) -> Work:
 def long_scores(images: int, captions: int, patches: int, words: int, dim: int) -> Work:
     """Scores of all pairs if images have more patches than a tile: Gram matrices, then a block for each pair of tiles.
 
-    An image is a tile of its own. The raw scores of a pair, and the products of its Gram matrix with the attention,
-    take a product for each piece of the size of a tile. Gram matrix and attention are float32.
+    An image is a tile of its own. The raw scores of a pair take a product for each piece of the size of a tile. The
+    products of its Gram matrix with the attention, both float32, take as many. If sums of its rows take fewer
+    multiply-adds, the kernel forms these instead, for runs of queries and columns.
     """
     pairs = images * costs.tiles([words] * captions, costs.TILE_WORDS)
     pieces = pairs * math.ceil(patches / costs.TILE_REGIONS) * math.ceil(words / costs.TILE_WORDS)
     columns = images * captions * words
     cells = columns * patches / LANES
-    # A slice has half as many float32 numbers as 16-bit ones.
-    gram = FLOAT_PRODUCTS / 2 * products(pieces, slices(math.ceil(patches / 8) * 8, 4))
     work = {
         "product": products(pieces, slices(dim)),
-        **dict.fromkeys(("raw scores", "statistics", "attention", "norms"), cells),
-        "Gram product": gram,
+        **dict.fromkeys(("raw scores", "statistics", "attention"), cells),
         "cosines": columns,
     }
-    prepared = Launch(PREPARED, {"product": gram_products(images, patches, dim * costs.ELEMENT)}, images)
+    if sums_rows(patches, dim):
+        of_tile = max(costs.TILE_WORDS // words, 1)
+        runs = captions // of_tile * math.ceil(of_tile * words / 16) + math.ceil(captions % of_tile * words / 16)
+        hmma = PRODUCTS_OF_ROWS * images * runs * 2 * math.ceil(dim / 16) * math.ceil(patches / 16)
+        work |= {"sum of rows": hmma, "squares": columns * dim / LANES, "scales": cells}
+        prepared = Launch(PREPARED, {}, images)
+    else:
+        # A slice has half as many float32 numbers as 16-bit ones.
+        gram = FLOAT_PRODUCTS / 2 * products(pieces, slices(math.ceil(patches / 8) * 8, 4))
+        work |= {"Gram product": gram, "norms": cells}
+        prepared = Launch(PREPARED, {"product": gram_products(images, patches, dim * costs.ELEMENT)}, images)
     cost = costs.scores(images, captions, dim, words, regions=patches)
     return Work(cost, (prepared, Launch(LONG_SCORES, work, pairs)))
+
+
+def sums_rows(patches: int, dim: int) -> bool:
+    """Return whether the norms of attended vectors of a long set come from sums of its bfloat16 rows."""
+    return dim < patches
 
 
 def attended_norms(columns: float) -> dict[str, float]:
@@ -375,27 +390,23 @@ def regulated_step(batch: int, dim: int = costs.DIM, partners: int = 3) -> Work:
     tiles = batch * math.ceil(words / costs.TILE_REGIONS)
     chunks = math.ceil(words * batch / KEPT_ROWS)
     of_tiles = Launch(DIFFERENTIATED, {"product": 2 * hmma / chunks}, math.ceil(tiles / chunks), chunks)
-    tasks = (
-        *weight_tasks(words * batch / chunks, dim),
-        (math.ceil(batch * sum_tasks(REGIONS, dim) / chunks), 4 * words),
-    )
+    of_rows, of_pairs = weight_tasks(words * batch / chunks, dim)
+    tasks = (*of_rows, (math.ceil(batch * sum_tasks(REGIONS, dim) / chunks), 4 * words), *of_pairs)
     sums = Launch(DIFFERENTIATED, {"sum of rows": hmma / chunks}, 0, chunks, tasks, in_turn=True)
     return Work(cost, (*forward.counted, of_tiles, sums))
 
 
-def weight_tasks(rows: float, dim: int) -> list[tuple[int, float]]:
-    """Return numbers and sizes of the tasks for the gradients of RCAR's weights and biases, in the order of the kernel.
+def weight_tasks(rows: float, dim: int) -> list[list[tuple[int, float]]]:
+    """Return numbers and sizes of the tasks for the gradients of RCAR's weights: those that sum all rows, and the rest.
 
-    A part of a weight sums all rows, or one row per pair. The time of a bias is not counted.
+    The rest sums one row per pair. The time of biases is not counted.
     """
-    width, hidden, narrow, pairs = costs.ALIGNMENT, 2 * costs.ALIGNMENT, costs.ALIGNMENT // 2, rows / WORDS
-    layers = [(width, dim, rows)] * 2
-    layers += [(hidden, width, rows), (dim, hidden, rows), (narrow, width, rows), (1, narrow, rows)]
-    layers += [(width, width, pairs), (width, width, rows), (1, width, pairs)] * 2 + [(1, width, pairs)]
-    found: list[tuple[int, float]] = []
-    for outputs, inputs, depth in layers:
-        found += [(sum_tasks(outputs, inputs), depth), (math.ceil(outputs / SUM_WARPS), 0.0)]
-    return found
+    width, hidden, narrow = costs.ALIGNMENT, 2 * costs.ALIGNMENT, costs.ALIGNMENT // 2
+    of_rows = [(width, dim)] * 2 + [(hidden, width), (dim, hidden), (narrow, width), (1, narrow)]
+    of_rows += [(width, width)] * 2
+    of_pairs = [(width, width), (1, width)] * 2 + [(1, width)]
+    depths = ((of_rows, rows), (of_pairs, rows / WORDS))
+    return [[(sum_tasks(*sizes), depth) for sizes in layers] for layers, depth in depths]
 
 
 def sum_tasks(rows: int, columns: int) -> int:

@@ -128,6 +128,9 @@ _LONG = (
     ),
     Wanted(_LONG_SCORES, "Gram product", ("write_norms", "multiply_slices"), "HMMA.*", "HMMA"),
     Wanted(_LONG_SCORES, "norms", ("write_norms", "raw"), r"MUFU\.RSQ", "raw score"),
+    Wanted(_LONG_SCORES, "sum of rows", ("write_squares", "add_step"), "HMMA.*", "HMMA"),
+    Wanted(_LONG_SCORES, "squares", ("write_squares",), "LDS", "element of an attended vector", without=("add_step",)),
+    Wanted(_LONG_SCORES, "scales", ("write_scales", "raw"), r"MUFU\.RSQ", "raw score"),
     Wanted(
         *(_LONG_SCORES, "cosines", ("write_cosines", "cosine_of"), ITERATION, "query and image"),
         around=True,

@@ -26,12 +26,15 @@ def test_scores_are_counted_as_by_hand() -> None:
     # For each of 2 images and 12 words: 666 multiply-adds, and 8 operations for each of 36 regions.
     assert cost.other == 2 * 12 * (2 * 666 + 8 * 36)
     assert cost.bytes == 2 * (72 + 12) * 10 + 2 * 4 * 2 * 36 * 36 + 4 * 2 * 3
-    long = costs.scores(images=2, captions=3, dim=10, words=4, element=2, regions=200)
-    # Also the product of a 200 x 200 matrix with the attention of each of 2 images and 12 words.
-    assert long.tensor == 2 * 400 * 12 * 10 + 2 * 2 * 200 * 200 * 10 + 2 * 2 * 12 * 200 * 200
+    long = costs.scores(images=2, captions=200, dim=300, words=4, element=2, regions=200)
+    # Also the product of a 200 x 200 matrix with the attention of each of 2 images and 800 words.
+    assert long.tensor == 2 * 400 * 800 * 300 + 2 * 2 * 200 * 200 * 300 + 2 * 2 * 800 * 200 * 200
     # A multiply-add, and 8 operations of the softmax, for each of 200 regions.
-    assert long.other == 2 * 12 * 200 * (2 + 8)
-    assert long.bytes == 2 * (400 + 12) * 10 + 2 * 4 * 2 * 200 * 200 + 4 * 2 * 3
+    assert long.other == 2 * 800 * 200 * (2 + 8)
+    assert long.bytes == 2 * (400 + 800) * 300 + 2 * 4 * 2 * 200 * 200 + 4 * 2 * 200
+    # Of few words, or of narrow vectors, attended vectors take fewer products.
+    narrow = costs.scores(images=2, captions=3, dim=10, words=4, element=2, regions=200)
+    assert (narrow.tensor, narrow.bytes) == (2 * 2 * 400 * 12 * 10, 2 * (400 + 12) * 10 + 4 * 2 * 3)
     assert costs.gemm(2, 3, 5) == Cost(tensor=60, bytes=2 * (10 + 15 + 6), launches=1)
 
 

@@ -111,6 +111,12 @@ def test_the_work_of_long_sets_is_that_of_a_hand_count() -> None:
     assert scored.work["cosines"] == columns  # a warp each
     # A Gram matrix is ten tiles of 64 x 64, with 4 slices of 256 bytes.
     assert (prepared.blocks, prepared.work["product"]) == (6, 6 * 10 * 4 * 32 * 8)
+    # An image of 576 patches of width 512 has no Gram matrix. Tiles of 128, 128 and 64 words have 20 tiles of 16 rows.
+    # They take 64 tiles of 8 columns, 36 steps of 16, and three products.
+    prepared, scored = kernels.long_scores(6, 5, patches=576, words=64, dim=512).counted
+    assert (prepared.work, scored.work["sum of rows"]) == ({}, 6 * 20 * 64 * 36 * 3)
+    assert (scored.work["squares"], scored.work["scales"]) == (columns * 512 / 32, columns * 576 / 32)
+    assert "Gram product" not in scored.work
     # A caption of 130 words takes two products with each piece of an image.
     (_, scored) = kernels.long_scores(2, 3, patches=113, words=130, dim=32).counted
     assert (scored.blocks, scored.work["product"]) == (2 * 3, 2 * 3 * 2 * 2 * 32 * 8)
@@ -186,8 +192,8 @@ def test_parts_of_the_gradients_of_rcar_take_unequal_time() -> None:
     hardest, of_all = (kernels.regulated_step(128, partners=partners).counted[-1] for partners in (3, 128))
     rows = 3 * 13 * 128
     assert sum(count for count, size in hardest.tasks if size == rows) == of_weights
-    assert hardest.tasks[:4] == ((24, rows), (32, 0.0), (24, rows), (32, 0.0))
-    assert hardest.tasks[-1] == (4 * 128, 3 * 13 * 4)
+    assert hardest.tasks[:3] == ((24, rows), (24, rows), (11, rows))
+    assert hardest.tasks[8:10] == ((4 * 128, 3 * 13 * 4), (6, rows / 13))
     assert sum(count for count, size in of_all.tasks if size > 5000) == of_weights + 14
     # In turn, a multiprocessor gets the first, the eighth and the ninth task; free ones share them.
     launch = kernels.Launch("k", {}, tasks=((1, 4.0), (6, 0.0), (2, 4.0)), in_turn=True)

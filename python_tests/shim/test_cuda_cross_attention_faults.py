@@ -46,8 +46,18 @@ def check(library: Path) -> None:
     assert kernels.slab(128, 128 * 13, 128, 128 * 36, (24, 300)) == [304, 128, 132], "known lengths: wrong slab"
 
 
+def check_16_bits(library: Path) -> None:
+    """Check long sets whose rows are summed: several runs of queries and of columns, and contexts that cancel."""
+    kernels = AttentionKernels(library)
+    check_random_scores(kernels, [70, 90], [280, 300], 264, "bf16", name="sums of rows", by_draws=True)
+    queries = random_fragments([3, 9], 24, seed=3)
+    cancelling = Fragments(cancelling_contexts(0.01).values[:2].repeat(30, 1), torch.tensor([0, 60]))
+    check_scores(kernels, queries, cancelling, "bf16", name="long contexts that cancel", temperature=0.0)
+
+
 def test_the_kernels_as_they_are_pass() -> None:
     check(compiled_driver("cross_attention", "-DITM_FAST_FLOAT32_ALONE"))
+    check_16_bits(compiled_driver("cross_attention", "-DITM_FAST_FLOAT32_ALONE", "-DITM_FAST_AND_BFLOAT16"))
 
 
 FAULTS = {
@@ -197,6 +207,29 @@ FAULTS = {
     ),
 }
 
+FAULTS_OF_16_BITS = {
+    "sums for the first run of queries alone": (
+        (LONG_TILES, "query < n_queries; query += Sums::kRows", "query < Sums::kRows; query += Sums::kRows"),
+        r"^sums of rows: error",
+    ),
+    "squares of the first columns alone": (
+        (LONG_TILES, "d < dim; d += Sums::kColumns", "d < Sums::kColumns; d += Sums::kColumns"),
+        r"^sums of rows: error",
+    ),
+    "missing barrier before the next sums": (
+        (LONG_TILES, "barrier();  // The sums have been read.", ""),
+        r"shared array '(row_sums|rows|coefficients)': (race at|read of|write of) index \d+",
+    ),
+    "no vectors that cancel among sums of rows": (
+        (LONG_TILES, "scales_[column] = scale;", "scales_[column] = 0.0f * scale;"),
+        r"^long contexts that cancel: error",
+    ),
+    "an empty diagonal": (
+        (SCORES, "gram[gram_diagonal(k, n)] = norm * norm;", "gram[gram_diagonal(k, n)] = 0.0f * norm;"),
+        r"^long contexts that cancel: error",
+    ),
+}
+
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
@@ -206,6 +239,19 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     library = compile_driver("cross_attention", tmp_path, "-DITM_FAST_FLOAT32_ALONE", root=root)
     with pytest.raises((AssertionError, KernelError)) as caught:
         check(library)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAULTS_OF_16_BITS)
+def test_a_planted_fault_fails_the_checks_of_16_bits(name: str, tmp_path: Path) -> None:
+    (file, place, change), message = FAULTS_OF_16_BITS[name]
+    root = planted(tmp_path / "faulty", file, place, change)
+    library = compile_driver(
+        "cross_attention", tmp_path, "-DITM_FAST_FLOAT32_ALONE", "-DITM_FAST_AND_BFLOAT16", root=root
+    )
+    with pytest.raises((AssertionError, KernelError)) as caught:
+        check_16_bits(library)
     assert re.search(message, str(caught.value)), str(caught.value)
 
 

@@ -121,8 +121,10 @@ const char* scores_of(const Settings& s, const void* queries, const int64_t* que
     return scores_of<S, kParts>(*s, queries, query_offsets, contexts, context_offsets, scores);               \
   }
 ITM_FAST_SCORES(float32, float, 3)
-#ifndef ITM_FAST_FLOAT32_ALONE
+#if !defined(ITM_FAST_FLOAT32_ALONE) || defined(ITM_FAST_AND_BFLOAT16)
 ITM_FAST_SCORES(bf16, BFloat16, 1)
+#endif
+#ifndef ITM_FAST_FLOAT32_ALONE
 ITM_FAST_SCORES(fp16, Half, 1)
 ITM_FAST_SCORES(float32_as_bf16x3, float, 2)
 ITM_FAST_SCORES(float32_as_bf16, float, 1)

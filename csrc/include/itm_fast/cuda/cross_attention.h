@@ -1,13 +1,14 @@
 // cross_attention_scores on a GPU: two launches.
 //
-// prepare_scores packs the sets of both sides into tiles, and computes the Gram matrix of every context set that fits a
-// tile and the norms of the queries. score_tile then computes all scores of a tile of contexts with a tile of queries:
-// raw scores on tensor cores (tile_product.h), the rest in shared memory, where the attention replaces the raw scores.
-// Only scores leave the chip. One block computes each score, in an order that depends only on shapes.
+// prepare_scores packs the sets of both sides into tiles, and computes the Gram matrices of context sets (sums_rows:
+// only the diagonal) and the norms of the queries. score_tile then computes all scores of a tile of contexts with a
+// tile of queries: raw scores on tensor cores (tile_product.h), the rest in shared memory, where the attention replaces
+// the raw scores. Only scores leave the chip. One block computes each score, in an order that depends only on shapes.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
 #include "itm_fast/cuda/long_pairs.h"
+#include "itm_fast/cuda/row_sums.h"
 #include "itm_fast/cuda/set_gram.h"
 #include "itm_fast/cuda/set_tiles.h"
 #include "itm_fast/cuda/tile_pairs.h"
@@ -35,13 +36,33 @@ ITM_FAST_DEVICE int64_t score_place(const ScoreProblem<S>& p, int64_t query, int
   return p.is_transposed ? context * p.queries.n_sets + query : query * p.contexts.n_sets + context;
 }
 
-// The Gram matrix of one context set.
+// Whether the norms of attended vectors of a set of n contexts, longer than a tile, come from sums of its rows instead
+// of its Gram matrix, which takes more multiply-adds.
 template <typename S>
+ITM_FAST_DEVICE bool sums_rows(const ScoreProblem<S>& p, int64_t n) {
+  return !std::is_same_v<S, float> && p.is_aligned && p.dim < n;
+}
+
+template <typename Tile, typename S>
+ITM_FAST_DEVICE_APART void write_diagonal(const S* rows, int n, int64_t dim, float* gram) {
+  for (int k = warp(); k < n; k += Tile::kWarps) {
+    const float norm = norm_of_row(rows + k * dim, dim);
+    if (lane() == 0) gram[gram_diagonal(k, n)] = norm * norm;
+  }
+}
+
+// The Gram matrix of one context set, or its diagonal if only this is used.
+template <typename Tile, typename S>
 ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
   const int64_t length = p.contexts.length(set), first = p.contexts.offset(set);
   if (length == 0 || length > p.gram_width) return;  // Longer sets do not use one.
-  write_gram_of_set<kSetParts<S>>(p.contexts.values + first * p.dim, static_cast<int>(length), p.dim, p.is_aligned,
-                                  p.grams + first * p.gram_width);
+  const S* rows = p.contexts.values + first * p.dim;
+  float* gram = p.grams + first * p.gram_width;
+  if (length > Tile::kRows && sums_rows(p, length)) {
+    write_diagonal<Tile>(rows, static_cast<int>(length), p.dim, gram);
+  } else {
+    write_gram_of_set<kSetParts<S>>(rows, static_cast<int>(length), p.dim, p.is_aligned, gram);
+  }
 }
 
 template <typename S>
@@ -61,7 +82,7 @@ ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p, int64_t block) {
   } else if (block == 1) {
     plan_tiles<Tile::kWindow>(p.queries, Tile::kColumns, p.query_tiles);
   } else if ((block -= 2) < p.contexts.n_sets) {
-    write_gram(p, block);
+    write_gram<Tile>(p, block);
   } else {
     const int64_t first = (block - p.contexts.n_sets) * kNormRows;
     for (int64_t row = first + warp(); row < first + kNormRows && row < p.queries.n_rows; row += Tile::kWarps) {
@@ -105,17 +126,16 @@ ITM_FAST_DEVICE ExactAttention attend_exactly(const Attention& attention, const 
     found.square += attended * attended;
     found.dot += attended * widen(query[d]);
   }
-  for (int step = 16; step > 0; step /= 2) {
-    found.square += shuffle_xor(found.square, step);
-    found.dot += shuffle_xor(found.dot, step);
-  }
-  return found;
+  return {add_lanes(found.square), add_lanes(found.dot)};
 }
 
-// The shared memory of a block of score_tile: the products, then the remaining arrays.
+// The shared memory of a block of score_tile or score_long_tiles: products or sums of 16-bit rows, then the remaining
+// arrays.
 template <typename Tile>
 struct ScoreMemory {
-  static constexpr int kFactors = Tile::kProductBytes, kFactorCount = kTileSets * Tile::kRows;
+  static constexpr int kSumBytes = RowSumTile<Half>::kBytes;
+  static constexpr int kFactors = Tile::kProductBytes > kSumBytes ? Tile::kProductBytes : kSumBytes;
+  static constexpr int kFactorCount = kTileSets * Tile::kRows;
   static constexpr int kContextStarts = kFactors + kFactorCount * 4, kStartCount = kTileSets + 4;
   static constexpr int kQueryStarts = kContextStarts + kStartCount * 4;
   static constexpr int kColumnSets = kQueryStarts + kStartCount * 4;

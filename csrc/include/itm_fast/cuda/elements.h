@@ -21,6 +21,12 @@ ITM_FAST_DEVICE void narrow(float value, float& stored) { stored = value; }
 ITM_FAST_DEVICE void narrow(float value, BFloat16& stored) { stored.bits = bf16_bits(value); }
 ITM_FAST_DEVICE void narrow(float value, Half& stored) { stored.bits = fp16_bits(value); }
 
+// The sum of the numbers of a warp's lanes, for each of them.
+ITM_FAST_DEVICE float add_lanes(float value) {
+  for (int step = 16; step > 0; step /= 2) value += shuffle_xor(value, step);
+  return value;
+}
+
 // The norm of a row, for a warp.
 template <typename S>
 ITM_FAST_DEVICE float norm_of_row(const S* row, int64_t dim) {
@@ -29,8 +35,7 @@ ITM_FAST_DEVICE float norm_of_row(const S* row, int64_t dim) {
     const float x = widen(row[d]);
     square += x * x;
   }
-  for (int step = 16; step > 0; step /= 2) square += shuffle_xor(square, step);
-  return sqrtf(square);
+  return sqrtf(add_lanes(square));
 }
 
 }  // namespace itm_fast::cuda

@@ -1,8 +1,8 @@
 // The scores of two tiles if one of them is a set that is longer than a tile, on tensor cores.
 //
 // One block multiplies the pair piece by piece and keeps raw scores and attention in its slab of global memory, which
-// the L2 cache holds. The Gram matrix of a long context set is multiplied with the attention on tensor cores, too.
-// Other steps are those of score_products.
+// the L2 cache holds. The norms of attended vectors come from tensor cores, too: from the Gram matrix of a long context
+// set, or from sums of its rows (sums_rows). Other steps are those of score_products.
 #pragma once
 
 #include "itm_fast/cuda/cross_attention.h"
@@ -14,16 +14,42 @@ namespace itm_fast::cuda {
 struct SlabLayout {
   int64_t rows, columns;  // multiples of kGramBlock
 
-  constexpr int64_t raw() const { return 0; }                                       // (rows, columns)
-  constexpr int64_t transposed() const { return raw() + rows * columns; }           // (columns, rows): attention
-  constexpr int64_t factors() const { return transposed() + rows * columns; }       // (query sets, rows)
-  constexpr int64_t totals() const { return factors() + kTileSets * rows; }         // (context sets, columns)
-  constexpr int64_t dots() const { return totals() + kTileSets * columns; }         // the same
-  constexpr int64_t squares() const { return dots() + kTileSets * columns; }        // the same, then cosines
-  constexpr int64_t scales() const { return squares() + kTileSets * columns; }      // the same
+  constexpr int64_t raw() const { return 0; }                                   // (rows, columns)
+  constexpr int64_t transposed() const { return raw() + rows * columns; }       // attention: a query's, `stride_` apart
+  constexpr int64_t factors() const { return transposed() + rows * columns; }   // (query sets, rows)
+  constexpr int64_t totals() const { return factors() + kTileSets * rows; }     // (context sets, columns)
+  constexpr int64_t dots() const { return totals() + kTileSets * columns; }     // the same
+  constexpr int64_t squares() const { return dots() + kTileSets * columns; }    // the same, then cosines
+  constexpr int64_t scales() const { return squares() + kTileSets * columns; }  // the same
   constexpr int64_t column_sets() const { return scales() + kTileSets * columns; }  // (columns,) int32
   constexpr int64_t size() const { return column_sets() + columns; }
 };
+
+// Writes the squared norms of sums of rows, one for each query; a warp per query adds the squares. A separate function,
+// so that its registers are its own.
+template <typename Tile, typename S>
+ITM_FAST_DEVICE_APART void write_squares(const SumTerm<S>& term, int n_queries, int dim, float* squares) {
+  using Sums = RowSumTile<S>;
+  static_assert(Sums::kBytes <= ScoreMemory<Tile>::kFactors && Sums::kThreads == Tile::kThreads);
+  ITM_FAST_ROW_SUMS(row_sums);
+  for (int query = 0; query < n_queries; query += Sums::kRows) {
+    const int left = n_queries - query, count = left < Sums::kRows ? left : Sums::kRows;
+    for (int d = 0; d < dim; d += Sums::kColumns) {
+      sum_rows<S>(SumRange{query, count, d, dim, dim}, 0, 1, [&](int32_t) { return term; });
+      const int width = dim - d < Sums::kColumns ? dim - d : Sums::kColumns;
+      for (int j = warp(); j < count; j += Sums::kWarps) {
+        float square = 0.0f;
+        for (int c = lane(); c < width; c += 32) {
+          const float attended = row_sums[j * Sums::kSumStride + c];
+          square += attended * attended;
+        }
+        square = add_lanes(square);
+        if (lane() == 0) squares[query + j] = d == 0 ? square : squares[query + j] + square;
+      }
+      barrier();  // The sums have been read.
+    }
+  }
+}
 
 template <int kParts, typename Tile, typename S>
 class LongTile {
@@ -55,12 +81,22 @@ class LongTile {
     barrier();
     n_rows_ = context_starts[contexts_.n_sets];
     n_columns_ = query_starts[queries_.n_sets];
+    stride_ = sums_rows(p_, n_rows_) ? static_cast<int>(padded(n_rows_)) : gram_stride(n_rows_);
     multiply();
     with_options(p_.options, [&](const auto& options) {
       write_factors(options);
       attend(options);
     });
-    if (contexts_.is_long) write_norms();
+    if (contexts_.is_long) {
+      if (sums_rows(p_, n_rows_)) {
+        if constexpr (!std::is_same_v<S, float>) {
+          write_squares<Tile>(SumTerm<S>{transposed_, rows_, n_rows_}, n_columns_, static_cast<int>(p_.dim), squares_);
+        }
+        write_scales();
+      } else {
+        write_norms();
+      }
+    }
     write_cosines();
     with_options(p_.options, [&](const auto& options) { write_scores(options); });
     barrier();  // All have read the shared memory and the slab.
@@ -115,14 +151,14 @@ class LongTile {
       const auto factor = [&](int k) { return factors[k]; };
       const auto store = [&](int k, float e) {
         raw(row + k, column) = e;
-        if (contexts_.is_long) transposed_[column * layout_.rows + k] = e;
+        if (contexts_.is_long) transposed_[column * stride_ + k] = e;
       };
       const ColumnAttention sums = attend_column(score, factor, store, n, options);
       const int64_t at = set * layout_.columns + column;
       totals_[at] = sums.total;
       dots_[at] = sums.dot;
       if (contexts_.is_long) {
-        for (int k = n; k < gram_stride(n); ++k) transposed_[column * layout_.rows + k] = 0.0f;
+        for (int k = n; k < stride_; ++k) transposed_[column * stride_ + k] = 0.0f;
       } else {
         const AttendedNorm norm = attended_norm(score, gram_of(row), n);
         squares_[at] = norm.square;
@@ -135,19 +171,18 @@ class LongTile {
   // e' G e of a long context set: G times the attention, then a thread per query.
   ITM_FAST_DEVICE void write_norms() const {
     ITM_FAST_TILE_SCORES(Tile);
-    const int stride = gram_stride(n_rows_);
     const float* gram = gram_of(0);
     for (int column = 0; column < n_columns_; column += Tile::kColumns) {
       const int columns = part_of(n_columns_ - column, Tile::kColumns);
       AttendedNorm norm;
       for (int row = 0; row < n_rows_; row += Tile::kRows) {
         const int rows = part_of(n_rows_ - row, Tile::kRows);
-        multiply_tile<3, Tile>(RowRun<float>{gram + int64_t{row} * stride, rows, stride},
-                               RowRun<float>{transposed_ + column * layout_.rows, columns, layout_.rows}, stride, true);
+        multiply_tile<3, Tile>(RowRun<float>{gram + int64_t{row} * stride_, rows, stride_},
+                               RowRun<float>{transposed_ + column * stride_, columns, stride_}, stride_, true);
         for (int r = 0; r < rows && thread_index() < columns; ++r) {
           const float e = raw(row + r, column + thread_index());
           norm.square += e * scores[r * Tile::kScoreStride + thread_index()];
-          norm.scale += e * sqrtf(gram[int64_t{row + r} * (stride + 1)]);
+          norm.scale += e * sqrtf(gram[gram_diagonal(row + r, n_rows_)]);
         }
         barrier();  // Before the next product overwrites the scores.
       }
@@ -155,6 +190,17 @@ class LongTile {
         squares_[column + thread_index()] = norm.square;
         scales_[column + thread_index()] = norm.scale;
       }
+    }
+    barrier();
+  }
+
+  // What the squared norms are compared with to detect lost digits; a thread per query.
+  ITM_FAST_DEVICE void write_scales() const {
+    const float* gram = gram_of(0);
+    for (int column = thread_index(); column < n_columns_; column += Tile::kThreads) {
+      float scale = 0.0f;
+      for (int k = 0; k < n_rows_; ++k) scale += raw(k, column) * sqrtf(gram[gram_diagonal(k, n_rows_)]);
+      scales_[column] = scale;
     }
     barrier();
   }
@@ -209,6 +255,7 @@ class LongTile {
   int32_t* column_sets_;
   const S *rows_, *columns_;
   int n_rows_ = 0, n_columns_ = 0;
+  int stride_ = 0;  // of the rows of the transpose
 };
 
 template <typename S>

@@ -3,14 +3,10 @@
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
+#include "itm_fast/cuda/elements.h"
 #include "itm_fast/cuda/set_tiles.h"
 
 namespace itm_fast::cuda {
-
-ITM_FAST_DEVICE float add_lanes(float value) {
-  for (int step = 16; step > 0; step /= 2) value += shuffle_xor(value, step);
-  return value;
-}
 
 // Normalises the raw scores at(row), of the rows from `first` to `last` with one context, over these rows. Uses
 // division: the scores of a set's only query are all 1 or -1 up to the epsilon, and rounding must not make them differ,

@@ -132,26 +132,32 @@ class BlockTasks {
   int64_t next_ = block_index();
 };
 
-// Adds what a chunk contributes to all gradients.
+// Adds what a chunk contributes to all gradients. The longest tasks come first, so that they are shared evenly: weights
+// that sum all rows, contexts, weights that sum one row per pair, biases, queries.
 ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chunk) {
   const RegulationProblem<float>& f = p.forward;
   BlockTasks tasks;
-  for (int64_t i = 0; i < p.n_products(); ++i) {
-    const WeightProduct product = weight_product(p, i);
-    if (product.weight >= 0) {
+  const auto share_weights = [&](bool of_pairs) {
+    for (int64_t i = 0; i < p.n_products(); ++i) {
+      const WeightProduct product = weight_product(p, i);
+      if (product.weight < 0 || product.of_pairs != of_pairs) continue;
       tasks.share(row_blocks(product.outputs) * column_blocks(product.inputs),
                   [&](int64_t block) { add_to_weight(p, chunk, i, block); });
     }
-    if (product.bias >= 0) {
-      tasks.share((product.outputs + SumTile::kWarps - 1) / SumTile::kWarps,
-                  [&](int64_t block) { add_to_bias(p, chunk, i, block); });
-    }
-  }
+  };
+  share_weights(false);
   const int64_t context = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.first_tile);
   const int64_t last = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.end_tile - 1);
   const int64_t per_context = row_blocks(f.columns) * column_blocks(f.dim);
   tasks.share((last + 1 - context) * per_context,
               [&](int64_t task) { add_to_contexts(p, chunk, context + task / per_context, task % per_context); });
+  share_weights(true);
+  for (int64_t i = 0; i < p.n_products(); ++i) {
+    const WeightProduct product = weight_product(p, i);
+    if (product.bias < 0) continue;
+    tasks.share((product.outputs + SumTile::kWarps - 1) / SumTile::kWarps,
+                [&](int64_t block) { add_to_bias(p, chunk, i, block); });
+  }
   const int64_t per_query = (f.dim + SumTile::kThreads - 1) / SumTile::kThreads;
   tasks.share(f.queries.n_sets * per_query,
               [&](int64_t task) { add_to_queries(p, chunk, task / per_query, task % per_query); });

@@ -12,8 +12,9 @@
 // The padding lets the lanes of a fragment read different banks. For lane % 4 == l, a register of a fragment holds the
 // depths l and l + 4, or l + 8 and l + 12: products are summed over the depth, so its order is free.
 //
-// Coefficients are split into bfloat16 parts (tile_product.h), as are rows: three parts of float32, two of float16,
-// which are exact, one of bfloat16. Products of a step are added up separately, then added to the sums in float32.
+// Coefficients are split into three bfloat16 parts (tile_product.h). So are rows of float32. Rows of float16 are split
+// into two parts, which are exact. Rows of bfloat16 are one part. Products of a step are added up separately, then
+// added to the sums in float32.
 #pragma once
 
 #include "itm_fast/cuda/tile_product.h"
@@ -37,7 +38,7 @@ struct RowSumTile {
   static constexpr int kRows = 48, kColumns = 256, kDepth = 16, kRing = 3, kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kRowTiles = kRows / 16, kColumnTiles = kColumns / kWarps / 8;
   static constexpr bool kFloat = std::is_same_v<S, float>;
-  static constexpr int kRowParts = kFloat ? 3 : std::is_same_v<S, Half> ? 2 : 1, kParts = kFloat ? 3 : 2;
+  static constexpr int kParts = 3, kRowParts = kFloat ? 3 : std::is_same_v<S, Half> ? 2 : 1;
 
   // Stages, in elements.
   using Unit = std::conditional_t<kFloat, float, uint16_t>;

@@ -38,6 +38,9 @@ ITM_FAST_DEVICE void each_gram_product(const S* rows, int n, int64_t dim, bool i
   }
 }
 
+// The place of |x_k|^2 in the matrix of n rows.
+constexpr int64_t gram_diagonal(int64_t k, int n) { return k * (gram_stride(n) + 1); }
+
 // Writes the matrix, its rows gram_stride(n) apart.
 template <int kParts, typename S>
 ITM_FAST_DEVICE void write_gram_of_set(const S* rows, int n, int64_t dim, bool is_aligned, float* gram) {
