@@ -87,7 +87,7 @@ class Stepper:
             config, model, per_epoch, anchor, image_rows, n_images, room, of_loss, data, validation_data
         )
         if "all" in self.losses and config.mining != "all" and not warms_up_itself(config.loss):
-            self.scenario.branches[0].start_later(of_loss, config.warmup_epochs * per_epoch)
+            self.scenario.branches[0].start_later(of_loss, (config.warmup_epochs or 0) * per_epoch)
         learning = [branch.model for branch in self.scenario.branches]
         check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)
