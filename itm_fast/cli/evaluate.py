@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -110,6 +109,7 @@ def evaluate(
     from itm_fast.evaluation.measures import recall_measures
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.files import atomic
+    from itm_fast.files.documents import json_text
     from itm_fast.files.processors import set_threads
     from itm_fast.training.run import device_of, warn_of_unknown_words
 
@@ -208,7 +208,7 @@ def evaluate(
             result["members"] = [
                 {**source, **summary} for source, summary in zip(sources, alone or [{}] * len(sources), strict=True)
             ]
-        atomic.write_text(json_file, json.dumps(result, indent=2) + "\n")
+        atomic.write_text(json_file, json_text(result))
 
 
 def _check_reranking(checkpoints: list[Path], k: int | None, candidates: Path | None, data: Path | None) -> None:

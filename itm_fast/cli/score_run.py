@@ -5,7 +5,6 @@ Inside: `run_score`, `score_by_truth`, `truth_ids`.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ def run_score(options: ScoreOptions) -> None:
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.evaluation.suspicion import Look, suspicions
     from itm_fast.files import atomic
+    from itm_fast.files.documents import json_text
     from itm_fast.files.processors import set_threads
 
     for target in (options.json_file, options.rankings, options.report):
@@ -88,7 +88,7 @@ def run_score(options: ScoreOptions) -> None:
     if options.report is not None:
         write_page(options.report, content, looked_at, source, owners, dataset)
     if options.json_file is not None:
-        atomic.write_text(options.json_file, json.dumps(content, indent=2) + "\n")
+        atomic.write_text(options.json_file, json_text(content))
 
 
 def score_by_truth(

@@ -1,8 +1,9 @@
-"""Read JSON and YAML from untrusted sources. Size and depth are limited before anything is parsed."""
+"""Read JSON and YAML from untrusted sources, and write JSON. Size and depth are limited before anything is parsed."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from itm_fast.files.messages import shortened, shown
 from itm_fast.files.regular import open_file
 
-__all__ = ["MAX_SETTINGS_BYTES", "parse_json", "parse_yaml", "read_json", "read_text"]
+__all__ = ["MAX_SETTINGS_BYTES", "json_text", "parse_json", "parse_yaml", "read_json", "read_text"]
 
 MAX_SETTINGS_BYTES = 2**18
 _MAX_DEPTH = 20
@@ -52,6 +53,19 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "JSON") 
         return parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: expected {what}: {error}") from None
+
+
+def json_text(content: Any) -> str:
+    """Return `content` as indented JSON. Numbers that are not finite, for which JSON has no words, become null."""
+    return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def parse_json(text: str | bytes) -> Any:

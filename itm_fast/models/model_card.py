@@ -242,6 +242,8 @@ def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
 
 def _intervals(result: Mapping[str, Any], where: str) -> dict[str, tuple[float, float]]:
     try:
-        return {str(name): (float(low), float(high)) for name, (low, high) in result.get("intervals", {}).items()}
+        # JSON has null for numbers that are not finite.
+        intervals = {name: ends for name, ends in result.get("intervals", {}).items() if None not in ends}
+        return {str(name): (float(low), float(high)) for name, (low, high) in intervals.items()}
     except (TypeError, ValueError, AttributeError):
         raise ValueError(f"{where}: intervals: expected two numbers for each measure") from None

@@ -10,7 +10,7 @@ import yaml
 
 from itm_fast import models
 from itm_fast.data import Vocabulary
-from itm_fast.files.documents import parse_json, parse_yaml
+from itm_fast.files.documents import json_text, parse_json, parse_yaml
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 from itm_fast.training.metrics_log import read_metrics
 
@@ -79,6 +79,11 @@ def test_documents_without_repeated_keys_are_read_as_always() -> None:
     values = {"a": {"x": 1}, "b": {"x": 2}, "c": [{"x": 1}, {"x": 2}], "d": "\U0001f600é"}
     assert parse_yaml(yaml.safe_dump(values)) == values
     assert parse_json('{"a": {"x": "\\ud83d\\ude00"}, "b": {"x": 2}}') == {"a": {"x": "\U0001f600"}, "b": {"x": 2}}
+
+
+def test_numbers_that_are_not_finite_become_null() -> None:
+    text = json_text({"spearman": float("nan"), "intervals": {"rsum": (1.5, float("inf"))}, "n": 3})
+    assert parse_json(text) == {"spearman": None, "intervals": {"rsum": [1.5, None]}, "n": 3}
 
 
 def test_paths_that_are_not_utf8_survive_a_settings_file(tmp_path: Path) -> None:
