@@ -60,6 +60,7 @@ REASONS = (
         "Splitting 12 pairs of coefficients: 132; 96 to clear and add slices; 52 for copies; 26 loads of fragments. "
         "Rows of float16 are split, too.",
         "Bound by issue slots on an A100 and an H200: each warp splits the coefficients of all rows, for 32 columns. "
+        "Its three copies a step compute their sizes and rows, as a set may end within a step. "
         "Splitting them once would take another pass over the attention. With bfloat16, Gram matrices would take more "
         "than twice as many HMMA.",
     ),

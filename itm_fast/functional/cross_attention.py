@@ -72,8 +72,8 @@ def cross_attention_scores(
     The forward keeps only the scores. The backward recomputes pairs with a non-zero gradient: at most 3 B of B x B with
     a hardest-negative loss. Where most pairs have a gradient (65 %; on a CPU 45 % in bfloat16), it computes all of
     them, which is faster; pairs without a gradient still contribute exactly 0. Gradients of selected pairs are computed
-    in float32 (float64 for float64 inputs); if all pairs are recomputed, in the precision of the scores. A row of
-    zeros, such as padding, receives no gradient. On CUDA, a batch with a pair of
+    in float32 (float64 for float64 inputs). If all pairs are recomputed on a CPU, their products are computed in the
+    precision of the scores. A row of zeros, such as padding, receives no gradient. On CUDA, a batch with a pair of
     more than about 500,000 raw scores runs in plain PyTorch if a gradient is wanted; if `max_length` is unknown, the
     gradients of these two sets are NaN instead. Pass `max_length` if a few sets are long: those
     of more than 112 contexts or 128 queries then use tensor cores, up to 640 contexts and 512 queries. Without it they

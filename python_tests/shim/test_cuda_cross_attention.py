@@ -313,6 +313,18 @@ def test_rows_of_16_bits_at_a_usual_width(truncating: AttentionKernels, kernel: 
     assert max_error(scores_of(truncating, queries, contexts, kernel), exact) < 2e-5
 
 
+@pytest.mark.parametrize("kernel", ["bf16", "fp16", "float32", "float32_as_bf16x3"])
+def test_long_sets_on_tensor_cores_that_truncate(truncating: AttentionKernels, kernel: str) -> None:
+    """Sets have more rows than their width, so attended vectors of 16 bits are formed. Others take Gram matrices."""
+    dtype = DTYPES.get(kernel, torch.float32)
+    queries, contexts = (random_fragments(n, 40, dtype, seed=n[0]) for n in ([70, 65], [100, 120]))
+    queries.values.abs_()
+    contexts.values.abs_()
+    exact = reference.cross_attention_scores(queries.to(torch.float64), contexts.to(torch.float64))
+    error = max_error(scores_of(truncating, queries, contexts, kernel), exact)
+    assert error < (2e-5 if kernel in DTYPES and dtype != torch.float32 else 1e-6)
+
+
 def test_raw_scores_of_three_parts_keep_every_digit(kernels: AttentionKernels) -> None:
     """With one context per set, the score is <q, x> / |q| |x|; the numbers need all 24 bits."""
     generator = torch.Generator().manual_seed(0)

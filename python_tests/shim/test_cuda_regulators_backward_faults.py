@@ -58,6 +58,8 @@ FAULTS = {
         ERROR,
     ),
     "gradients of the first contexts alone": ((SUMS, "row_blocks(f.columns)", "1"), ERROR),
+    "weights of one row per pair left out": ((SUMS, "  share_weights(true);\n", ""), ERROR),
+    "tasks that do not begin where others end": ((SUMS, "    next_ -= count;\n", ""), ERROR),
     "missing barrier after the sums": ((SUMS, "barrier();  // The sums have been read.", ""), RACE),
     "missing barrier of the grid before the sums": (
         (KERNEL, "    grid_barrier(p.arrived, ++round);\n    add_chunk", "    add_chunk"),

@@ -209,7 +209,7 @@ def test_a_main_loop_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
-    """On the committed page, no loop exceeds its budget. Kernels of 16-bit rows meet the goals of 40 and 12."""
+    """On the committed page, no loop exceeds its budget. Scores of bfloat16 rows meet the goals of 40 and 12."""
     table = cuda_resources.PAGE.read_text(encoding="utf-8").split("\n## ")[1]
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| `")
