@@ -130,12 +130,12 @@ def test_a_damaged_manifest_or_segment_is_one_line(built: Path, tmp_path: Path) 
 
 
 def test_a_manifest_that_could_not_be_read_again_is_not_written(train: CaptionDataset, tmp_path: Path) -> None:
-    runs = tmp_path / "run", tmp_path / "caf\udce9"
+    runs = tmp_path / "run", tmp_path / "run\udce9"
     for run in runs:
         scan().save(run)
     path = tmp_path / "index"
     before = Index.build(runs[0], train, path).manifest
-    for run, kind, place in ((runs[1], None, rf"checkpoint: {tmp_path}/caf\udce9"),
+    for run, kind, place in ((runs[1], None, rf"checkpoint: {tmp_path}/run\udce9"),
                              (runs[0], "encoder \udce9", r"preprocessing: encoder \udce9")):  # fmt: skip
         message = f"{place}: an index cannot name a path that is not UTF-8; rename it"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
