@@ -28,6 +28,10 @@ ELEMENTS, PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS
     )
 )
 
+# What a driver is compiled for: fewer types take less time.
+FLOAT32_ALONE = ("-DITM_FAST_FLOAT32_ALONE",)
+WITH_16_BITS = (*FLOAT32_ALONE, "-DITM_FAST_AND_BFLOAT16")
+
 
 def check(library: Path) -> None:
     """Check short sets in several tiles, contexts that cancel, one long set, and long sets on tensor cores.
@@ -56,8 +60,8 @@ def check_16_bits(library: Path) -> None:
 
 
 def test_the_kernels_as_they_are_pass() -> None:
-    check(compiled_driver("cross_attention", "-DITM_FAST_FLOAT32_ALONE"))
-    check_16_bits(compiled_driver("cross_attention", "-DITM_FAST_FLOAT32_ALONE", "-DITM_FAST_AND_BFLOAT16"))
+    check(compiled_driver("cross_attention", *FLOAT32_ALONE))
+    check_16_bits(compiled_driver("cross_attention", *WITH_16_BITS))
 
 
 FAULTS = {
@@ -232,26 +236,15 @@ FAULTS_OF_16_BITS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *FAULTS_OF_16_BITS])
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
-    (file, place, change), message = FAULTS[name]
-    root = planted(tmp_path / "faulty", file, place, change)
-    library = compile_driver("cross_attention", tmp_path, "-DITM_FAST_FLOAT32_ALONE", root=root)
-    with pytest.raises((AssertionError, KernelError)) as caught:
-        check(library)
-    assert re.search(message, str(caught.value)), str(caught.value)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", FAULTS_OF_16_BITS)
-def test_a_planted_fault_fails_the_checks_of_16_bits(name: str, tmp_path: Path) -> None:
-    (file, place, change), message = FAULTS_OF_16_BITS[name]
-    root = planted(tmp_path / "faulty", file, place, change)
+    (file, place, change), message = {**FAULTS, **FAULTS_OF_16_BITS}[name]
+    run, flags = (check_16_bits, WITH_16_BITS) if name in FAULTS_OF_16_BITS else (check, FLOAT32_ALONE)
     library = compile_driver(
-        "cross_attention", tmp_path, "-DITM_FAST_FLOAT32_ALONE", "-DITM_FAST_AND_BFLOAT16", root=root
+        "cross_attention", tmp_path, *flags, root=planted(tmp_path / "faulty", file, place, change)
     )
     with pytest.raises((AssertionError, KernelError)) as caught:
-        check_16_bits(library)
+        run(library)
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
@@ -273,7 +266,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault copies one row too many of the rows copied one by one."""
     root = planted(tmp_path / "faulty", PRODUCT, "is_row_[i] = row < run.count;", "is_row_[i] = row <= run.count;")
-    compile_driver("cross_attention", tmp_path, "-DITM_FAST_FLOAT32_ALONE", *SANITIZERS, root=root)
+    compile_driver("cross_attention", tmp_path, *FLOAT32_ALONE, *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, "cross_attention")
     assert result.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in result.stderr
