@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from enum import Enum
@@ -142,6 +141,7 @@ def check_command(
     from itm_fast.data.check_store import check_store
     from itm_fast.data.store_format import is_store
     from itm_fast.files import atomic
+    from itm_fast.files.documents import json_text
 
     if json_file is not None:
         atomic.check_target(json_file)
@@ -153,7 +153,7 @@ def check_command(
     else:
         report = check_folder(directory, split or (), vocabulary_file=vocab, progress=True)
     if json_file is not None:
-        atomic.write_text(json_file, json.dumps(attrs.asdict(report), indent=2) + "\n")
+        atomic.write_text(json_file, json_text(attrs.asdict(report)))
     _print(report)
     if report.problems:
         raise typer.Exit(1)

@@ -165,9 +165,9 @@ def import_command(
     from itm_fast.data.preprocessing import KeptProportions, Preprocessing
     from itm_fast.data.store_format import BOXED_SIDE, PICTURES_FOLDER
     from itm_fast.files import atomic, processors
+    from itm_fast.files.processors import device_of
     from itm_fast.models.detector_folder import is_detector_folder, load_detector
     from itm_fast.models.vision_folder import load_picture_encoder
-    from itm_fast.training.run import device_of
 
     processes = min(processors.available(), 16) if workers is None else workers
     processors.check_count("workers", processes)

@@ -110,8 +110,8 @@ def evaluate(
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.files import atomic
     from itm_fast.files.documents import json_text
-    from itm_fast.files.processors import set_threads
-    from itm_fast.training.run import device_of, warn_of_unknown_words
+    from itm_fast.files.processors import device_of, set_threads
+    from itm_fast.training.run import warn_of_unknown_words
 
     if json_file is not None:
         atomic.check_target(json_file)

@@ -61,13 +61,13 @@ def explain(
     if it is known (the bundled emoji, pictures that data import stored), and on the boxes of the regions if the data
     contain them. Other features are shown as tables.
     """
-    import json
     import math
 
     import torch
 
     from itm_fast.evaluation import explain as explain_pair
     from itm_fast.files import atomic
+    from itm_fast.files.documents import json_text
     from itm_fast.nn import BackboneEncoder
     from itm_fast.report import PairDirection, PairReport, write_pair
 
@@ -145,7 +145,7 @@ def explain(
             },
             "score": explanation.score,
         }  # fmt: skip
-        atomic.write_text(json_file, json.dumps(content, indent=2) + "\n")
+        atomic.write_text(json_file, json_text(content))
     typer.echo(f"score {explanation.score:.4f}; page: {out}")
 
 

@@ -103,12 +103,11 @@ def build_command(
     threads: Threads = 0,
 ) -> None:
     """Encode the images and captions of a split, or a folder of pictures, and write an index."""
-    from itm_fast.files.processors import set_threads
+    from itm_fast.files.processors import device_of, set_threads
     from itm_fast.search import Index, encoder_kind
     from itm_fast.search import calibrate as choose
     from itm_fast.search.members import Members
     from itm_fast.search.pictures import kind_of
-    from itm_fast.training.run import device_of
 
     if calibrate is not None and not 0 < calibrate <= 1:
         raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -39,10 +38,11 @@ def realign(
     """
     from itm_fast import models
     from itm_fast.files import atomic
+    from itm_fast.files.documents import json_text
+    from itm_fast.files.processors import device_of
     from itm_fast.report.features import check_tsne, pooled_features, write_features
     from itm_fast.training.fdf.cross_model import cross_table
     from itm_fast.training.fdf.cross_model import realign as train_heads
-    from itm_fast.training.run import device_of
 
     for file in (figure, json_file):
         if file is not None:
@@ -77,6 +77,6 @@ def realign(
     for name, row in table.items():
         typer.echo(f"images of {name:<{width}}" + "".join(f"{value:>{width}.1f}" for value in row.values()))
     if json_file is not None:
-        atomic.write_text(json_file, json.dumps({"split": split, "rsum": table}, indent=2) + "\n")
+        atomic.write_text(json_file, json_text({"split": split, "rsum": table}))
     if figure is not None:
         write_features(figure, {name: pooled_features(model, dataset) for name, model in members.items()})

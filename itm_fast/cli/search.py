@@ -81,12 +81,11 @@ def search(
     A picture finds captions, or with --of images those that look like it.
     """
     from itm_fast.files import atomic
-    from itm_fast.files.processors import set_threads
+    from itm_fast.files.processors import device_of, set_threads
     from itm_fast.report import SearchPage, write_search
     from itm_fast.search import Index
     from itm_fast.search.query_file import read_lines
     from itm_fast.search.remote import Shards, addresses_in
-    from itm_fast.training.run import device_of
 
     if html is not None:
         atomic.check_target(html)

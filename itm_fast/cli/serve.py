@@ -59,9 +59,8 @@ def serve(
     A changed or replaced index is opened while the service runs. Ctrl-C stops it after the requests in progress.
     """
     check_packages()
-    from itm_fast.files.processors import set_threads
+    from itm_fast.files.processors import device_of, set_threads
     from itm_fast.serve import Limits
-    from itm_fast.training.run import device_of
 
     if not 0 < max_seconds < float("inf"):
         raise ValueError(f"--max-seconds: expected a finite number above 0, got {max_seconds:g}")

@@ -1,6 +1,6 @@
-"""Processors that this process may use, and limits on the threads and processes that it starts.
+"""Processors and devices that this process may use, and limits on the threads and processes that it starts.
 
-Inside: `available`, `check_count`, `set_threads`.
+Inside: `available`, `check_count`, `device_of`, `set_threads`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 
 import torch
 
-__all__ = ["available", "check_count", "set_threads"]
+__all__ = ["available", "check_count", "device_of", "set_threads"]
 
 _PER_PROCESSOR, _ALWAYS_ALLOWED = 4, 16
 
@@ -33,6 +33,20 @@ def check_count(name: str, count: int) -> None:
     most = max(_PER_PROCESSOR * processors, _ALWAYS_ALLOWED)
     if not 0 <= count <= most:
         raise ValueError(f"{name}: expected 0 to {most} on {processors} processors, got {count}")
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device `name`; ValueError if torch does not know it or cannot use it here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device: expected a device such as cpu or cuda, got {name!r}") from None
+    try:
+        float(torch.zeros(1, device=device))
+    except Exception:
+        # Each kind of device has its own exception for not being there; only using it tells for all of them.
+        raise ValueError(f"device: {name!r} was asked for, but torch cannot use such a device here") from None
+    return device
 
 
 def set_threads(count: int) -> None:

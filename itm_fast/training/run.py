@@ -1,6 +1,6 @@
 """Run a training from its configuration: load the data, create the model, train.
 
-Inside: `train`, `load_data`, `vocabulary_path`, `create_model`, `device_of`, `warn_of_unknown_words`.
+Inside: `train`, `load_data`, `vocabulary_path`, `create_model`, `warn_of_unknown_words`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itm_fast.data.vocabulary import MAX_UNKNOWN_SHARE
 from itm_fast.distributed import World, joined
 from itm_fast.evaluation import Gallery
 from itm_fast.files import regular
-from itm_fast.files.processors import check_count, set_threads
+from itm_fast.files.processors import check_count, device_of, set_threads
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
 from itm_fast.models.clip_folder import read_clip_tokenizer
 from itm_fast.training import run_folder
@@ -37,7 +37,7 @@ from itm_fast.training.progress import TrainResult
 from itm_fast.training.scenarios import AddrScenario, frozen_anchor, kept_share
 from itm_fast.training.trainer import Trainer
 
-__all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
+__all__ = ["create_model", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
 
 # Settings of a model that the data decide, and that a user therefore cannot give.
 _FROM_DATA = ("vocab_size", "feature_dim", "n_regions")
@@ -333,17 +333,3 @@ def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Mapping[st
         if given != value:
             raise ValueError(f"model_options: {name}: expected {value} with the BERT in {config.bert}, got {given}")
     return options
-
-
-def device_of(name: str) -> torch.device:
-    """Return the device `name`; ValueError if torch does not know it or cannot use it here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device: expected a device such as cpu or cuda, got {name!r}") from None
-    try:
-        float(torch.zeros(1, device=device))
-    except Exception:
-        # Each kind of device has its own exception for not being there; only using it tells for all of them.
-        raise ValueError(f"device: {name!r} was asked for, but torch cannot use such a device here") from None
-    return device

@@ -13,9 +13,10 @@ import torch
 from itm_fast import cli, evaluation, models
 from itm_fast.config import build, fields_of
 from itm_fast.data import PrecomputedDataset, Vocabulary
+from itm_fast.files.processors import device_of
 from itm_fast.training import TrainConfig
 from itm_fast.training.config import read_yaml
-from itm_fast.training.run import device_of, warn_of_unknown_words
+from itm_fast.training.run import warn_of_unknown_words
 from python_tests.helpers.commands import SMALL, error
 
 
