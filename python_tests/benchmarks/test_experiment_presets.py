@@ -25,7 +25,7 @@ COMPLETE = [
     "selhn-claims", "selhn-models", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them. Anchors of several qualities have fewer epochs.
-ALSO_DIFFER = {"rcar-ablations": {"lr"}, "planned/dbl-variants": {"lr", "epochs"}}
+ALSO_DIFFER = {"rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}}
 
 
 def preset(name: str) -> Path:
