@@ -16,6 +16,10 @@ using torch::stable::Tensor;
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
+// Rows of a tile. The forward takes 144; tiles of 96 rows save 6 MB with two threads and cost 2 % of the time over all
+// pairs.
+constexpr int64_t kTileRows = 96;
+
 // Rows and columns of a gradient that one task adds to.
 constexpr int64_t kTaskRows = 144, kTaskColumns = 256;
 
@@ -137,7 +141,7 @@ Gradients differentiate_pairs(const Tensor& queries, const Operand<T>& query, co
   const PackedRegulators<T> packed(weights, options, forward, &kernels);
   RegulatorProblem<T> problem{query.view, context.view, options, packed.layers,
                               regulator_sizes(query, context, weights, options)};
-  PairTiles pairs(forward.tile_rows, problem.sizes);
+  PairTiles pairs(kTileRows, problem.sizes);
   for (int64_t c = 0; c < context.view.n_sets; ++c) {
     for (int64_t q = 0; q < query.view.n_sets; ++q) {
       if (query.view.length(q) > 0 && has_gradient(q, c)) pairs.add(q, c, query.view.length(q));

@@ -85,13 +85,15 @@ struct RegulatorLayout {
     // A product overwrites whole blocks of rows.
     const int64_t rows = sizes.rows + Product::kBlockRows;
     const int64_t n_steps = larger(options.n_alignments, options.n_correspondences);
+    // A learned score needs no attended vectors after the last step.
+    const int64_t n_attended = options.scored ? n_steps : n_steps + 1;
     const int64_t n_correspondences = options.n_correspondences, n_aggregations = options.n_aggregations;
     dim_stride = round_up(sizes.dim, kPanel);
     width_stride = round_up(sizes.width, kPanel);
     hidden_stride = round_up(larger(sizes.hidden, sizes.width), kPanel);
     context_stride = round_up(sizes.contexts, kPanel);
     query_stride = round_up(sizes.query_rows, kLanes<T>) + kLanes<T>;
-    attended = take_steps(n_steps + 1, rows * dim_stride);
+    attended = take_steps(n_attended, rows * dim_stride);
     squares = keeps_steps ? take_steps(n_steps, rows * dim_stride) : attended;
     changes = keeps_steps ? take_steps(n_correspondences, rows * dim_stride) : attended;
     channels = take_steps(n_correspondences + 1, sizes.has_channels ? rows * dim_stride : 0);
@@ -102,8 +104,8 @@ struct RegulatorLayout {
     narrow = keeps_steps ? take_steps(n_correspondences, rows * hidden_stride) : hidden;
     local = keeps_steps ? take_steps(n_aggregations, rows * hidden_stride) : hidden;
     logits = take_steps(n_aggregations, rows);
-    attention = take_steps(n_steps + 1, rows * context_stride);
-    raw = keeps_steps ? take_steps(n_steps + 1, rows * context_stride) : attention;
+    attention = take_steps(n_attended, rows * context_stride);
+    raw = keeps_steps ? take_steps(n_attended, rows * context_stride) : attention;
     guidance = take_steps(n_aggregations + 1, rows * width_stride);
     guide = take_steps(n_aggregations, rows * width_stride);
     scored = keeps_steps ? take(rows * width_stride) : guidance.begin;
