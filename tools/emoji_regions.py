@@ -1,6 +1,6 @@
 """Write the bundled data with region features instead of pixels, like the features of a detector for photographs.
 
-    python tools/emoji_regions.py --out runs/emoji-regions
+    python -m tools.emoji_regions --out runs/emoji-regions
 
 A detector is trained on other pictures and stays fixed. Here, SCAN's convolutional network takes its role. It is
 trained on the bundled training pictures that the new data set leaves out; its outputs for the patches of a picture are

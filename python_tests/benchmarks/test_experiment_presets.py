@@ -21,8 +21,8 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
-    "addr-claims", "dbl-claims", "fdf-claims", "rcar-ablations", "rcar-claims", "rcar-scenes", "selhn-attention",
-    "selhn-claims", "selhn-models", "vision",
+    "addr-claims", "dbl-claims", "dbl-variants", "fdf-claims", "rcar-ablations", "rcar-claims", "rcar-scenes",
+    "selhn-attention", "selhn-claims", "selhn-models", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them. Anchors of several qualities have fewer epochs.
 ALSO_DIFFER = {"rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}}

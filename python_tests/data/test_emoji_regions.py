@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -70,3 +72,10 @@ def test_regions_are_outputs_of_the_trained_network(tool: ModuleType, tmp_path: 
     # A run with other settings cannot be continued.
     with pytest.raises(ValueError, match="holds a run with lr = 0"):
         tool.write_regions(tmp_path, **{**SMALL, "lr": 3e-3})
+
+
+def test_the_command_starts_from_the_root_of_the_repository() -> None:
+    command = [sys.executable, "-m", "tools.emoji_regions", "--help"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "region features" in answer.stdout
