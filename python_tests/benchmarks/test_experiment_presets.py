@@ -24,8 +24,11 @@ COMPLETE = [
     "addr-claims", "dbl-claims", "dbl-variants", "fdf-claims", "rcar-ablations", "rcar-claims", "rcar-scenes",
     "selhn-attention", "selhn-claims", "selhn-models", "vision",
 ]  # fmt: skip
-# Rows have the rates that other experiments chose for them. Anchors of several qualities have fewer epochs.
-ALSO_DIFFER = {"rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}}
+# Rows have the rates that other experiments chose for them. Anchors of several qualities have fewer epochs. FDF on SCAN
+# has rows that show what keeps it from collapsing.
+ALSO_DIFFER = {
+    "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr", "warmup_epochs"},
+}  # fmt: skip
 
 
 def preset(name: str) -> Path:
