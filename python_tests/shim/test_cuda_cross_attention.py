@@ -143,8 +143,10 @@ def test_sets_longer_than_a_tile(
 # The average set of a side is longer than a tile, so that pairs of tiles are scored on tensor cores, piece by piece.
 MOSTLY_LONG: list[Any] = [
     ([3, 5, 0, 9], [60, 49, 100, 4], 40, {}),
-    ([70, 90, 3], [4, 0, 6], 24, {"aggregation": "logsumexp"}),  # long queries with several short contexts
-    ([70, 129, 65], [100, 52], 16, {"focal": "equal", "temperature": 20.0}),  # both; two and three tiles of queries
+    # Long queries with several short contexts.
+    ([70, 90, 3], [4, 0, 6], 24, {"aggregation": "logsumexp", "normalization": "l2norm"}),
+    # Both; two and three tiles of queries.
+    ([70, 129, 65], [100, 52], 16, {"focal": "equal", "normalization": "clipped_l1norm", "temperature": 20.0}),
     ([13, 2, 7], [196], 33, {"normalization": "softmax", "aggregation": "max"}),  # unaligned rows
     ([3, 80], [60, 200, 40], 24, {"focal": "prob", "normalization": "l1norm"}),  # 200 rows do not fit the slab
     ([2, 40], [97, 57, 113], 24, {"focal": "hard", "normalization": "no_norm", "aggregation": "sum"}),

@@ -13,7 +13,7 @@
 // All products are on tensor cores. Each sum is in the order of the set's list, without atomics, so results do not
 // depend on the order of blocks or threads, nor on their number. If most pairs have a gradient, backpropagate_blocks
 // (block_gradients.h) takes the place of these steps. With K contexts, n queries and width d, a pair takes
-// 3 K n d multiply-adds, and its context set K K d. A list with a pair for every set is no bottleneck: its pairs are
+// 3 K n d multiply-adds, and its context set 2 K K d. A list with a pair for every set is no bottleneck: its pairs are
 // separate tasks, and its sums are split by columns.
 #pragma once
 

@@ -36,7 +36,8 @@ struct ProductTile {
 
   static constexpr int kSlice = 32;  // of a row, in 16-bit units: 64 bytes
   static constexpr int kStage = (kRows + kColumns) * kSlice;
-  // Odd, so that adjacent rows and adjacent columns are in different banks.
+  // Odd, so that adjacent rows and adjacent columns are in different banks. Stores of accumulators, eight rows by four
+  // pairs of columns, still meet in some banks.
   static constexpr int kScoreStride = kColumns + 1;
   static constexpr int kScores = kRows * kScoreStride;
   static constexpr int kProductBytes =
