@@ -44,15 +44,18 @@ def report_protocol(
         content["intervals"] = {name: list(pair) for name, pair in ends.items()}
     if other is not None:
         path, second = other
-        compared = compare(
-            result.measures, second.measures, samples=max(bootstrap, 1), permutations=permutations, seed=seed
-        )
-        typer.echo(measure_table(("measure", "scores", "against", "difference", "95 % interval", "p"), _rows(compared)))
+        compared = compare(result.measures, second.measures, samples=bootstrap, permutations=permutations, seed=seed)
+        header = ("measure", "scores", "against", "difference", *["95 % interval"] * bool(bootstrap), "p")
+        typer.echo(measure_table(header, _rows(compared, intervals=bool(bootstrap))))
         content["against"] = {
             "scores": path,
             **second.summary,
             "differences": {
-                name: {"difference": one.difference, "interval": [one.lowest, one.highest], "p": one.p}
+                name: {
+                    "difference": one.difference,
+                    **({"interval": [one.lowest, one.highest]} if bootstrap else {}),
+                    "p": one.p,
+                }
                 for name, one in compared.items()
             },
         }
@@ -80,11 +83,11 @@ def _interval(ends: tuple[float, float] | None) -> str:
     return "" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
-def _rows(compared: Mapping[str, Comparison]) -> list[tuple[str, ...]]:
+def _rows(compared: Mapping[str, Comparison], *, intervals: bool) -> list[tuple[str, ...]]:
     return [
         (
             name, f"{one.first:.2f}", f"{one.second:.2f}", f"{one.difference:+.2f}",
-            f"{one.lowest:+.2f} to {one.highest:+.2f}", f"{one.p:.4f}",
+            *[f"{one.lowest:+.2f} to {one.highest:+.2f}"] * intervals, f"{one.p:.4f}",
         )
         for name, one in compared.items()
     ]  # fmt: skip

@@ -84,7 +84,9 @@ def _table(name: str, measures: Mapping[str, Any]) -> MeasureTable:
 
     ends, against = measures.get("intervals", {}), measures.get("against")
     header = ["measure", "value"] + ["95 % interval"] * bool(ends)
-    header += ["against", "difference", "95 % interval", "p"] if against else []
+    compared = against["differences"] if against else {}
+    resampled = any("interval" in one for one in compared.values())
+    header += ["against", "difference", *["95 % interval"] * resampled, "p"] if against else []
     rows = []
     for key, value in measures.items():
         if not isinstance(value, float):
@@ -92,13 +94,13 @@ def _table(name: str, measures: Mapping[str, Any]) -> MeasureTable:
         row = [key, f"{value:.2f}"]
         row += [f"{ends[key][0]:.2f} to {ends[key][1]:.2f}" if key in ends else ""] if ends else []
         if against:
-            one = against["differences"].get(key)
+            one = compared.get(key)
             row.append(f"{against[key]:.2f}" if key in against else "")
             if one is None:
-                row += ["", "", ""]
+                row += ["", *[""] * resampled, ""]
             else:
-                low, high = one["interval"]
-                row += [f"{one['difference']:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{one['p']:.4f}"]
+                ends_of = [f"{one['interval'][0]:+.2f} to {one['interval'][1]:+.2f}"] if resampled else []
+                row += [f"{one['difference']:+.2f}", *ends_of, f"{one['p']:.4f}"]
         rows.append(row)
     title = name if against is None else f"{name}, against {Path(against['scores']).name}"
     return MeasureTable(title, header, rows)

@@ -288,8 +288,8 @@ class SplitCheck:
         try:
             ids = layout.read_ids(path, n_images, stride, caption_image)
         except ValueError as error:
-            if "line " not in str(error):
-                self._add("ids.txt", without_path(error, path))
+            if "line " not in (problem := without_path(error, path)):
+                self._add("ids.txt", problem)
             return
         # Names of captions and row numbers do not identify images.
         if ids is None or ids == [str(row) for row in range(n_images)]:

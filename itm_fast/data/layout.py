@@ -47,7 +47,7 @@ def available_splits(directory: str | os.PathLike[str]) -> list[str]:
 
 def check_split_name(split: str) -> None:
     """Raise ValueError if a split's name would lead out of the folder."""
-    if not split or split != Path(split).name or "\0" in split:
+    if split in ("", "..") or split != Path(split).name or "\0" in split:
         raise ValueError(f"split: expected a name such as test, without folders, got {split!r}")
 
 

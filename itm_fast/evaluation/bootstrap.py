@@ -27,7 +27,7 @@ class Comparison:
     Attributes:
         first: value of the first matrix.
         second: value of the second matrix.
-        lowest: lower end of the 95 % bootstrap interval of `second - first`.
+        lowest: lower end of the 95 % bootstrap interval of `second - first`; NaN without resamples.
         highest: its upper end.
         p: two-sided p-value of a paired permutation test: the probability of a difference at least as large if the
             results of each image are exchanged between the matrices at random.
@@ -69,14 +69,16 @@ def compare(
     Args:
         first: measures of the first matrix.
         second: measures of the second matrix.
-        samples: number of resamples.
+        samples: number of resamples; 0: no intervals.
         permutations: number of random exchanges for the p-values.
         seed: seed of the resampling and of the exchanges.
 
     Source: Smucker et al., A comparison of statistical significance tests for information retrieval evaluation, 2007.
     """
-    drawn = np.array([second.values(w) - first.values(w) for w in _resamples(first, samples, seed)])
-    ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    ends = np.full((2, len(first.names)), np.nan)
+    if samples:
+        drawn = np.array([second.values(w) - first.values(w) for w in _resamples(first, samples, seed)])
+        ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     by_image = first.differences(second)
     observed = np.abs(by_image.sum(1))
     random = np.random.default_rng([seed, 1])

@@ -189,6 +189,8 @@ def rated_positives(ratings: Ratings) -> tuple[Positives, Positives]:
         The positives of images as queries, and of captions. An image or caption without any is no query.
     """
     right = ratings.ratings >= _POSITIVE
+    if not right.any():
+        raise ValueError(f"ratings: expected pairs of a caption and an image rated at least {_POSITIVE:g}, found none")
     captions, images = ratings.first[right], ratings.second[right]
     return _grouped(images, captions), _grouped(captions, images)
 

@@ -168,14 +168,18 @@ def _repeated_axis(array: Array) -> int | None:
         first = None
         differs = False
         for group in groups:
-            if not torch.equal(group, group[:, :1].expand_as(group)):
+            if not _equal(group, group[:, :1].expand_as(group)):
                 break
             first = group[0, 0] if first is None else first
-            differs = differs or not torch.equal(group[:, 0], first.expand_as(group[:, 0]))
+            differs = differs or not _equal(group[:, 0], first.expand_as(group[:, 0]))
         else:
             if differs:
                 return axis
     return None
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _grouped(array: Array, start: int, stop: int, axis: int) -> Tensor:

@@ -95,6 +95,8 @@ def plausible_precision(
     shown = labels.any(1)
     images = images[shown[images]]
     captions = captions[shown[caption_image[captions]]]
+    if not len(captions):
+        raise ValueError("images: expected at least one with annotations and captions in each fold")
     of_images = direction == "i2t"
     described = images[torch.isin(images, caption_image[captions])]
     queries, candidates = (described, captions) if of_images else (captions, images)

@@ -169,13 +169,15 @@ def _names(folder: Path, task: str, split: str) -> bool:
 
 
 def _pair_scores(source: ScoreSource, task: str, rated: Ratings) -> np.ndarray | None:
+    """Return the scores of the rated pairs, NaN as the lowest; None for a score matrix without scores of the task."""
     first, second = torch.from_numpy(rated.first), torch.from_numpy(rated.second)
     if task == "sits":
-        return source.pairs(second, first).double().numpy()
-    if not isinstance(source, EmbeddingScores):
+        scores = source.pairs(second, first)
+    elif isinstance(source, EmbeddingScores):
+        scores = (source.caption_pairs if task == "sts" else source.image_pairs)(first, second)
+    else:
         return None
-    pairs = source.caption_pairs if task == "sts" else source.image_pairs
-    return pairs(first, second).double().numpy()
+    return scores.double().masked_fill(scores.isnan(), -torch.inf).numpy()
 
 
 def _scored(name: str, measures: Measures) -> Scored:

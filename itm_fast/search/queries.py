@@ -113,14 +113,17 @@ def of_any(
         return of_texts(members, texts)
     if pictures is not None:
         kind = snapshot.manifest.pictures
-        if isinstance(pictures, str | os.PathLike | bytes):
-            pictures = [pictures]
-        rows = features_of(list(pictures), kind if encoder is None else moved(kind, encoder))
+        pictures = [pictures] if isinstance(pictures, str | os.PathLike | bytes) else list(pictures)
+        if not pictures:
+            raise ValueError("query: expected at least one")
+        rows = features_of(pictures, kind if encoder is None else moved(kind, encoder))
         return of_features(members, rows, [_name_of(one) for one in pictures])
     if items is not None:
         own = snapshot.sides["images"]
         if isinstance(items, str):
             items = [items]
+        if not items:
+            raise ValueError("query: expected at least one")
         positions = [own.find(name) for name in items]
         parts = [own.encodings(torch.tensor([position])) for position in positions]
         return Queries(list(items), "images", _joined(parts), positions)

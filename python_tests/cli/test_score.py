@@ -89,6 +89,22 @@ def test_two_matrices(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ]  # fmt: skip
 
 
+def test_two_matrices_without_resamples_have_no_intervals(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "other.npy", table() + table(1))
+    run(
+        file, "--against", tmp_path / "other.npy", "--json", tmp_path / "r.json", "--report", tmp_path / "page.html",
+        "--bootstrap", 0, "--permutations", 10,
+    )  # fmt: skip
+    differences = json.loads((tmp_path / "r.json").read_text())["protocols"]["full"]["against"]["differences"]
+    assert {tuple(one) for one in differences.values()} == {("difference", "p")}
+    page = tmp_path / "page.html"
+    assert f"{differences['rsum']['difference']:+.2f}" in page.read_text()
+    for text in (capsys.readouterr().out, page.read_text()):
+        assert "95 % interval" not in text
+
+
 def test_embeddings_and_captions_in_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random = np.random.default_rng(0)
     images, captions = random.standard_normal((12, 8)), random.standard_normal((60, 8))

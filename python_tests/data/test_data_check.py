@@ -458,3 +458,11 @@ def test_folders_that_cannot_be_checked_are_refused(
         ValueError, match=r"^split: expected a name such as test, without folders, got '\.\./data/test'$"
     ):
         check_folder(folder, ["../data/test"])
+    with pytest.raises(ValueError, match=r"^split: expected a name such as test, without folders, got '\.\.'$"):
+        check_folder(folder, [".."])
+
+
+def test_the_name_of_the_folder_hides_no_problem(folder: Path) -> None:
+    renamed = folder.rename(folder.with_name("online data"))
+    (renamed / "dev_ids.txt").write_text("e\n" * 3)
+    assert Problem("dev_ids.txt", "expected one id per image or per caption (2 or 10 lines), got 3") in problems(renamed)

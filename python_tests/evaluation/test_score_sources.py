@@ -130,6 +130,11 @@ def test_layouts_are_found_with_a_note(tmp_path: Path) -> None:
         assert [line.split(": ", 1)[1] if "read as" in line else line for line in opened.notes] == (
             [] if note is None else [note if "read as" in note else f"{path}: {note}"]
         )
+    # Lost scores are equal as well.
+    lost = np.repeat(matrix(), 5, axis=0)
+    lost[5:10] = np.nan
+    np.save(path, lost)
+    assert open_matrix(path).source.n_images == 3
     # A square matrix with one caption per image is no matrix of repeated images. A constant one is not, either.
     for square in (np.arange(100.0).reshape(10, 10), np.ones((10, 10))):
         np.save(path, square)

@@ -249,6 +249,20 @@ def test_crisscrossed_captions(tmp_path: Path) -> None:
     assert of_matrix == pytest.approx({name: v for name, v in expected.items() if not name.startswith(("sts", "sis"))})
 
 
+def test_lost_scores_are_the_lowest_of_crisscrossed_captions(tmp_path: Path) -> None:
+    rows = write_ratings(tmp_path, "sits")
+    scores = table()
+    for caption, image, rating in rows:
+        if rating > 4:
+            scores[image, caption] = np.nan
+    assert np.isnan(scores).sum() > 5
+    lowest = np.where(np.isnan(scores), scores[~np.isnan(scores)].min() - 1, scores)
+    found, expected = (scored("cxc", tmp_path, one) for one in (scores, lowest))
+    names = [name for name in expected if "spearman" in name]
+    assert names
+    assert [found[name] for name in names] == [expected[name] for name in names]
+
+
 def test_the_protocols_with_files_are_known() -> None:
     assert [name for name, standard in PROTOCOLS.items() if standard.truth] == ["eccv", "cxc", "pmrp"]
 
@@ -300,6 +314,11 @@ def test_bad_files(tmp_path: Path) -> None:
         (titles + "7,1,high\n", f"{csv}: line 2: expected a rating, found 'high'"),
     ):
         refused(csv.name, content, message, lambda file: read_ratings(file, np.array([7]), np.array([1])))
+    refused(
+        csv.name, titles + f"{IDS.captions[0]},{IDS.images[0]},2.5\n",
+        "ratings: expected pairs of a caption and an image rated at least 3, found none",
+        lambda _: scored("cxc", tmp_path),
+    )  # fmt: skip
     csv.unlink()
     for name, message in (
         ("cxc", "expected sits_test.csv of Crisscrossed Captions, and sts_test.csv and sis_test.csv"),
@@ -314,3 +333,6 @@ def test_bad_files(tmp_path: Path) -> None:
          f"{classes}: annotates none of the 10 images: annotations of another split?"),
     ):  # fmt: skip
         refused(classes.name, content, message, lambda _: scored("pmrp", tmp_path))
+    class_file(tmp_path)
+    with pytest.raises(ValueError, match="^images: expected at least one with annotations and captions in each fold$"):
+        scored("pmrp", tmp_path, folds=5)
