@@ -183,8 +183,8 @@ def regulated_scores(
 ) -> Cost:
     """Return the cost of RCAR's text-to-image scores: `steps` of RAR, one less of RCR. Two launches: plan, pairs.
 
-    Rows are pairs of a word and an image. The squares in an alignment need the attended vector itself; Gram matrices, which
-    give its norm, are left out. Weights are float32, and read once.
+    Rows are pairs of a word and an image. The squares in an alignment need the attended vector itself; Gram matrices,
+    which give its norm, are left out. Weights are float32, and read once.
     """
     pairs = images * captions
     products, epilogue = _regulated(pairs, pairs * words, dim, alignment, steps)

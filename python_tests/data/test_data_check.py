@@ -465,4 +465,5 @@ def test_folders_that_cannot_be_checked_are_refused(
 def test_the_name_of_the_folder_hides_no_problem(folder: Path) -> None:
     renamed = folder.rename(folder.with_name("online data"))
     (renamed / "dev_ids.txt").write_text("e\n" * 3)
-    assert Problem("dev_ids.txt", "expected one id per image or per caption (2 or 10 lines), got 3") in problems(renamed)
+    found = problems(renamed)
+    assert Problem("dev_ids.txt", "expected one id per image or per caption (2 or 10 lines), got 3") in found

@@ -334,5 +334,5 @@ def test_bad_files(tmp_path: Path) -> None:
     ):  # fmt: skip
         refused(classes.name, content, message, lambda _: scored("pmrp", tmp_path))
     class_file(tmp_path)
-    with pytest.raises(ValueError, match="^images: expected at least one with annotations and captions in each fold$"):
+    with pytest.raises(ValueError, match=r"^images: expected at least one with annotations and captions in each fold$"):
         scored("pmrp", tmp_path, folds=5)

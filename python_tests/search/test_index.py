@@ -111,7 +111,7 @@ def test_pictures_find_captions_and_like_pictures(built: Index, train: CaptionDa
     (found,) = built.search(items=["train3"], k=23, of="images")
     assert built.search(items="train3", k=23, of="images") == [found]
     for nothing in ({"items": []}, {"pictures": []}):
-        with pytest.raises(ValueError, match="^query: expected at least one$"):
+        with pytest.raises(ValueError, match=r"^query: expected at least one$"):
             built.search(**nothing)
     assert "train3" not in ids(found)
     own = np.array([likeness(stored[3], other) for number, other in enumerate(stored) if number != 3])
