@@ -268,7 +268,14 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
     def file_contents(self) -> dict[str, bytes]:
         """Return the files that `save` writes, by name. The last one marks a folder as a saved model."""
         content = {"format_version": FORMAT.newest, "model": self.name, "config": settings.to_dict(self.config)}
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        weights: dict[str, Tensor] = {}
+        stored: set[int] = set()
+        for name, tensor in self.state_dict().items():
+            weight = tensor.detach().cpu().contiguous()
+            place = weight.untyped_storage().data_ptr()
+            # safetensors refuses tensors that share memory, such as tied weights.
+            weights[name] = weight.clone() if place in stored else weight
+            stored.add(place)
         # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
         return {WEIGHTS_FILE: serialize(weights), CONFIG_FILE: (json.dumps(content, indent=2) + "\n").encode()}
 

@@ -31,7 +31,7 @@ def make_losses(config: TrainConfig, model: MatchingModel) -> dict[str, nn.Modul
         warm_up = registry.create(config.loss, {**run, "mining": "all"}, options)
         _share_parameters(warm_up, main)
     else:
-        warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
+        warm_up = registry.create("triplet", {**run, "mining": "all"}, options if config.loss == "triplet" else {})
     return {"all": warm_up, config.mining: main}
 
 

@@ -1,7 +1,7 @@
 """What a user may bring to a training: a module, data sets and a loss.
 
-Inside: `OwnModel`, `OwnData`, `OwnLoss`, `as_model`, `as_data`, `as_loss`, `check_settings`,
-`fitting_vocabulary`.
+Inside: `OwnModel`, `OwnData`, `OwnLoss`, `as_model`, `as_data`, `as_loss`, `check_settings`, `fitting_vocabulary`,
+`uncompiled`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from itm_fast.models.base import WEIGHTS_FILE, MatchingModel, check_shapes, firs
 from itm_fast.models.weights_file import read_shapes, read_weights
 from itm_fast.training.config import TrainConfig
 
-__all__ = ["OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "check_settings", "fitting_vocabulary"]
+__all__ = [
+    "OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "check_settings", "fitting_vocabulary",
+    "uncompiled",
+]  # fmt: skip
 
 _ENCODES = ("encode_images", "encode_captions", "score")
 # Settings that say how to build or wrap a model of this package.
@@ -107,7 +110,9 @@ class OwnData:
             raise TypeError(f"{split} data: {type(data).__name__} has no {missing[0]}")
         self.data, self.split, self.n_images = data, split, data.n_images
         self.vocabulary: Vocabulary | None = getattr(data, "vocabulary", None)
-        self.source = getattr(data, "source", None) or _Unplaced()
+        source: Any = getattr(data, "source", None)
+        # An attribute of that name may be anything.
+        self.source: Any = source if hasattr(source, "keep_bfloat16") and hasattr(source, "in_process") else _Unplaced()
         self.caption_image = torch.as_tensor(data.caption_image)
         if self.caption_image.shape != (len(data),) or self.caption_image.dtype != torch.int64:
             raise ValueError(
@@ -186,6 +191,12 @@ class OwnLoss(nn.Module):
         return found
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` wrapped, and any other as it is: its methods and names are needed."""
+    wrapped = getattr(model, "_orig_mod", model)
+    return wrapped if isinstance(wrapped, nn.Module) else model
+
+
 def as_model(model: nn.Module) -> MatchingModel:
     """Return a `MatchingModel` as it is, and another module as an `OwnModel`.
 
@@ -195,6 +206,7 @@ def as_model(model: nn.Module) -> MatchingModel:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {shown(model)}")
+    model = uncompiled(model)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ValueError(f"model: {type(model).__name__} has no weight to train")
     if isinstance(model, MatchingModel):

@@ -33,6 +33,7 @@ from itm_fast.training.clip import clip_options, load_clip, read_clip
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
 from itm_fast.training.loss_rules import RIVALS, described_boosting
+from itm_fast.training.own import uncompiled
 from itm_fast.training.progress import TrainResult
 from itm_fast.training.scenarios import AddrScenario, frozen_anchor, kept_share
 from itm_fast.training.trainer import Trainer
@@ -113,12 +114,15 @@ def _trainer(
     """Create the trainer of a run, and return the vocabulary, too; None if the data are not in `config.data`."""
     vocabulary, anchor = None, None
     train_data, validation_data = splits
+    model = None if model is None else uncompiled(model)
     # Trainers agree on where features lie: all processes make one, or none does.
     with world.together():
         if train_data is None and validation_data is None:
             vocabulary, train_data, validation_data = load_data(config, resume=resume)
             torch.manual_seed(config.seed)
-            model = model or create_model(config, vocabulary, train_data)
+            if model is None:
+                model = create_model(config, vocabulary, train_data)
+            _check_same_words(model, vocabulary)
             if isinstance(model, models.MatchingModel):
                 for data in (train_data, validation_data):
                     data.check_caption_lengths(model.max_caption_length)
@@ -132,12 +136,24 @@ def _trainer(
             raise ValueError("train_data, validation_data: expected both or none")
         if model is None:
             raise ValueError("model: expected a module to train with train_data and validation_data")
+        if vocabulary is None:
+            _check_same_words(model, getattr(train_data, "vocabulary", None))
     if vocabulary is None:
         torch.manual_seed(config.seed)
     trainer = Trainer(
         config, model, train_data, validation_data, loss=loss, anchor=anchor, progress=progress, world=world
     )
     return vocabulary, trainer
+
+
+def _check_same_words(model: nn.Module, vocabulary: object) -> None:
+    """Raise ValueError if the model was trained with other words than those of the data: their ids differ."""
+    own = model.tokenizer if isinstance(model, models.MatchingModel) else None
+    if own is not None and isinstance(vocabulary, Vocabulary) and own != vocabulary:
+        raise ValueError(
+            f"vocab: the model was trained with a vocabulary of {len(own):,} words, which is not that of the data "
+            f"({len(vocabulary):,} words); give the model's own, such as RUN/{run_folder.VOCABULARY}"
+        )
 
 
 def _open(trainer: Trainer, vocabulary: Vocabulary | None, *, resume: bool, progress: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,6 +246,16 @@ def test_save_and_load_give_equal_scores(tmp_path) -> None:
     assert not again.training
     features, (ids, lengths) = torch.randn(3, 5, 10), batch([4, 1])
     assert torch.equal(again(features, ids, lengths), model.eval()(features, ids, lengths))
+
+
+def test_tied_weights_are_saved(tmp_path: Path) -> None:
+    model = models.create("scan", **CONFIG)
+    model.head = torch.nn.Linear(2, 3)
+    model.head.weight = model.get_submodule("text_encoder").embed.weight
+    model.save(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["head.weight"], stored["text_encoder.embed.weight"])
+    assert stored["head.weight"].abs().sum() > 0
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import attrs
 import pytest
 import torch
 
-from itm_fast import cli
+from itm_fast import cli, models
 from itm_fast.ops.triplet_loss import MINING as OPERATOR_MINING
 from itm_fast.ops.triplet_loss import SELECTIVE_DIVISORS
 from itm_fast.training import TrainConfig, Trainer
 from itm_fast.training.loss_rules import MINING
 from itm_fast.training.metrics_log import read_metrics
+from itm_fast.training.objective import make_losses
 from itm_fast.training.plateau import PlateauWarning
 from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.comparison_loops import loop_losses
@@ -129,6 +130,15 @@ def test_a_warm_up_has_the_triplet_loss_of_all_negatives(data: Path, tmp_path: P
     assert [line["mining"] for line in lines] == ["all"] * 4 + ["hardest"] * 4
     # All negatives of 32 captions cost many margins; the two polynomials of an anchor are below 2.
     assert min(line["loss"] for line in lines[:4]) > 2 * 2 * 32 > max(line["loss"] for line in lines[4:])
+
+
+def test_a_warm_up_has_the_options_of_the_triplet_loss() -> None:
+    settings = TrainConfig(out="run", loss_options={"directions": "rows"})
+    model = models.create("vsepp", vocab_size=7, feature_dim=3, embed_dim=4, word_dim=2)
+    made = make_losses(settings, model)
+    assert {name: loss.directions for name, loss in made.items()} == {"all": "rows", "hardest": "rows"}
+    others = make_losses(attrs.evolve(settings, loss="polynomial", loss_options={}), model)
+    assert others["all"].directions == "both"
 
 
 def test_a_run_with_selhn_is_resumed_exactly(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

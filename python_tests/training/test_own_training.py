@@ -205,6 +205,49 @@ def test_an_own_module_trains_on_a_data_folder_and_a_named_model_with_an_own_los
     assert isinstance(models.load(tmp_path / "named"), models.SCAN)
 
 
+def test_a_module_of_another_vocabulary_than_the_data_is_refused(tmp_path: Path) -> None:
+    folder = write_concepts(tmp_path / "data")
+    nothing = {"train_data": None, "validation_data": None, "loss": None}
+    options = {"embed_dim": 16, "word_dim": 12}
+    first = settings(tmp_path / "first", data=str(folder), model_options=options)
+    assert run(first, model=None, **nothing).finished
+    same_words = settings(tmp_path / "again", data=str(folder))
+    assert run(same_words, model=models.load(tmp_path / "first"), **nothing).finished
+    model = models.load(tmp_path / "first")
+    model.tokenizer = Vocabulary.build(["other words"], 1)
+    message = (
+        r"^vocab: the model was trained with a vocabulary of \d+ words, which is not that of the data \(\d+ words\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(settings(tmp_path / "other", data=str(folder)), model=model, **nothing)
+    words = Vocabulary.build(["red ball"], 1)
+    data = CaptionDataset(np.ones((2, 3, 8), np.float32), ["red", "ball"], np.arange(2), words)
+    with pytest.raises(ValueError, match=message):
+        run(settings(tmp_path / "own"), model=model, train_data=data, validation_data=data, loss=None)
+
+
+def test_the_given_module_trains_even_if_it_is_empty_or_compiled(tmp_path: Path) -> None:
+    class Bank(models.SCAN):
+        def __len__(self) -> int:
+            return 0
+
+    folder = write_concepts(tmp_path / "data")
+    width = np.load(folder / "train_ims.npy", mmap_mode="r").shape[2]
+    nothing = {"train_data": None, "validation_data": None, "loss": None}
+    bank = Bank(models.SCAN.Config(vocab_size=100, feature_dim=width, embed_dim=6, word_dim=4))
+    run(settings(tmp_path / "bank", data=str(folder), epochs=1), model=bank, **nothing)
+    assert same(bank.state_dict(), weights(tmp_path / "bank"))
+    matcher = Matcher()
+    run(settings(tmp_path / "compiled", epochs=1), model=torch.compile(matcher))
+    Matcher().load_state_dict(load_file(tmp_path / "compiled" / "model.safetensors"))
+
+
+def test_another_attribute_source_of_the_data_is_ignored(tmp_path: Path) -> None:
+    for source in ("coco/train2014", np.arange(3)):
+        out = tmp_path / type(source).__name__
+        assert run(settings(out, epochs=1), train_data=broken(source=source)).finished
+
+
 class Unused(Matcher):
     def __init__(self) -> None:
         super().__init__()
