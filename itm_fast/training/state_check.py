@@ -1,6 +1,6 @@
 """Compare a training state from a file with the state that this configuration would save.
 
-Inside: `check_like`, `check_equal`, `check_progress`, `check_summary`.
+Inside: `MayLack`, `check_like`, `check_equal`, `check_progress`, `check_summary`.
 
 Every difference raises a ValueError with one line that names the entry, such as `optimizer.param_groups.0.eps`.
 """
@@ -11,12 +11,20 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import attrs
 from torch import Tensor
 
 from itm_fast.files.messages import shown
 from itm_fast.models.weights_file import check_finite
 
-__all__ = ["check_equal", "check_like", "check_progress", "check_summary"]
+__all__ = ["MayLack", "check_equal", "check_like", "check_progress", "check_summary"]
+
+
+@attrs.frozen(eq=False)
+class MayLack:
+    """For `check_like`: an entry that a state may lack; if it is there, it is like `expected`."""
+
+    expected: Any
 
 
 def check_like(value: Any, expected: Any, name: str) -> None:
@@ -26,7 +34,9 @@ def check_like(value: Any, expected: Any, name: str) -> None:
 
     The tensors of `value` are on the CPU; those of `expected` may be on any device.
     """
-    if isinstance(expected, Tensor):
+    if isinstance(expected, MayLack):
+        check_like(value, expected.expected, name)
+    elif isinstance(expected, Tensor):
         _check_tensor(value, expected, name)
     elif isinstance(expected, Mapping):
         if not isinstance(value, dict):
@@ -35,9 +45,10 @@ def check_like(value: Any, expected: Any, name: str) -> None:
             if key not in expected:
                 raise ValueError(f"{name}: {shown(key)} is unknown")
         for key, part in expected.items():
-            if key not in value:
+            if key in value:
+                check_like(value[key], part, f"{name}.{key}")
+            elif not isinstance(part, MayLack):
                 raise ValueError(f"{name}: {key!r} is missing")
-            check_like(value[key], part, f"{name}.{key}")
     elif type(value) is not type(expected) or (isinstance(value, float) and not math.isfinite(value)):
         kind = "a finite number" if isinstance(expected, float) else f"a value of type {type(expected).__name__}"
         raise ValueError(f"{name}: expected {kind}, got {shown(value)}")

@@ -87,6 +87,54 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "run")) == []
 
 
+class Skipping(Matcher):
+    """Skips a layer in half of the steps, but not in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped = nn.Linear(16, 16)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def encode_images(self, pixels: Tensor) -> Fragments:
+        images = super().encode_images(pixels)
+        if self.training:
+            self.steps += 1
+        if self.training and self.steps > 1 and torch.rand(()) < 0.5:
+            return images
+        return images.with_values(images.values + self.skipped(images.values))
+
+
+class PartlyUsed(nn.Module):
+    """`contrast` with a parameter that never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.scale = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return contrast(self.scale * scores)
+
+
+@pytest.mark.parametrize("scenario", ["single", "mss"])
+def test_a_run_in_which_weights_get_no_gradient_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str
+) -> None:
+    def parts() -> dict[str, Any]:
+        torch.manual_seed(3)
+        return {"model": Skipping(), "loss": PartlyUsed()}
+
+    run(settings(tmp_path / "whole", scenario=scenario), **parts())
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        assert not run(settings(tmp_path / "run", scenario=scenario), **parts()).finished
+    kept = load_state(tmp_path / "run")["optimizer"]
+    counts = {float(one["step"]) for one in kept["state"].values()}
+    assert len(counts) > 1
+    assert len(kept["state"]) < sum(len(group["params"]) for group in kept["param_groups"])
+    run(settings(tmp_path / "run", scenario=scenario), resume=True, **parts())
+    assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "run")) == []
+
+
 def test_a_damaged_best_model_is_replaced(tmp_path: Path) -> None:
     run(settings(tmp_path))
     path = tmp_path / "model.safetensors"
