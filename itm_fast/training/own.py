@@ -1,7 +1,7 @@
 """What a user may bring to a training: a module, data sets and a loss.
 
-Inside: `OwnModel`, `OwnData`, `OwnLoss`, `as_model`, `as_data`, `as_loss`, `check_settings`, `fitting_vocabulary`,
-`uncompiled`.
+Inside: `OwnModel`, `OwnData`, `SeededData`, `OwnLoss`, `as_model`, `as_data`, `as_loss`, `check_settings`,
+`fitting_vocabulary`, `uncompiled`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,25 @@ from itm_fast.models.weights_file import read_shapes, read_weights
 from itm_fast.training.config import TrainConfig
 
 __all__ = [
-    "OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "check_settings", "fitting_vocabulary",
+    "OwnData",
+    "OwnLoss",
+    "OwnModel",
+    "SeededData",
+    "as_data",
+    "as_loss",
+    "as_model",
+    "check_settings",
+    "fitting_vocabulary",
     "uncompiled",
-]  # fmt: skip
+]
 
 _ENCODES = ("encode_images", "encode_captions", "score")
 # Settings that say how to build or wrap a model of this package.
 _OF_BUILT_IN = ("bert", "clip", "image_backbone", "conversions")
 # Scenarios that do not call the loss of a branch.
 _WITH_OWN_LOSSES = ("aoq", "meta_spn", "ncr")
+# Separates random numbers of batches from those of the data order, which have the same seed and epoch.
+_STREAM = 2
 _READS = ("n_images", "caption_image", "image_batch", "caption_batch", "__len__")
 
 
@@ -157,6 +167,34 @@ class OwnData:
         parts = (str(self.n_images), self.split, str(getattr(self.data, "fingerprint", "")))
         known = sha256_of_parts(self.caption_image.numpy().tobytes(), *(part.encode() for part in parts))
         return {f"{self.split} data": known}
+
+
+@attrs.define
+class SeededData:
+    """Batches of a user's data whose random numbers depend only on seed, epoch and captions.
+
+    So a resumed run draws the same for each batch as an uninterrupted one, with any number of workers.
+
+    Attributes:
+        data: the data set.
+        seed, epoch: non-negative integers.
+        source: says that batches are not read in a second thread. It would draw from the generator of the training
+            step.
+    """
+
+    data: OwnData
+    seed: int
+    epoch: int
+    source: _Unplaced = attrs.field(factory=_Unplaced, init=False)
+
+    def batch(self, caption_indices: np.ndarray) -> Batch:
+        """Return captions and the image of each; torch's generator of the CPU is afterwards as it was before."""
+        # An epoch has each caption once, so the first one identifies a batch, also among those of several processes.
+        mixed = np.random.SeedSequence([_STREAM, self.seed, self.epoch, int(caption_indices[0])])
+        with torch.random.fork_rng(devices=[]):
+            # torch.manual_seed would also seed the generators of GPUs, which dropout draws from.
+            torch.default_generator.manual_seed(int(mixed.generate_state(1, np.uint64)[0]))
+            return self.data.batch(caption_indices)
 
 
 class OwnLoss(nn.Module):

@@ -15,7 +15,7 @@ from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.zeros import warn_of_zeros
 from itm_fast.distributed import World
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.own import OwnData
+from itm_fast.training.own import OwnData, SeededData
 from itm_fast.training.phases import Phases
 from itm_fast.training.shares import Shares, shared
 
@@ -62,7 +62,8 @@ def read_batches(
         if config.picture_augmentation != "none":
             flip = config.picture_augmentation == "crop_flip"
             augmentation = PictureAugmentation(config.seed, part.order, config.crop_area, flip)
-        loader = BatchLoader(data, own, workers=config.workers, pin_memory=pin_memory, augmentation=augmentation)
+        read = SeededData(data, config.seed, part.order) if isinstance(data, OwnData) else data
+        loader = BatchLoader(read, own, workers=config.workers, pin_memory=pin_memory, augmentation=augmentation)
         # A loader draws a seed for its workers from torch's generator, which dropout draws from, too.
         with torch.random.fork_rng(devices=[]):
             batches = shared(loader, sampler, data.caption_image, world)

@@ -17,6 +17,7 @@ from itm_fast.data import Batch, CaptionDataset, Vocabulary
 from itm_fast.fragments import Fragments
 from itm_fast.training.checkpoint import load_state
 from itm_fast.training.metrics_log import read_metrics
+from itm_fast.training.own import OwnData, SeededData
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import differences, same, stop_at, weights, what_a_run_leaves
 from python_tests.helpers.worlds import run_jobs
@@ -85,6 +86,42 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     torch.manual_seed(77)
     run(settings(tmp_path / "run", **changes), resume=True, model=Matcher())
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "run")) == []
+
+
+class Noisy(Stripes):
+    """Draws noise for each batch."""
+
+    def batch(self, captions: np.ndarray) -> Batch:
+        indices = torch.from_numpy(captions)
+        images = self.caption_image[indices]
+        pixels = self.image_batch(images)
+        return Batch(pixels + 0.1 * torch.randn(pixels.shape), *self.caption_batch(indices), images, indices)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_draw_random_numbers_resume_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The draws of a batch do not depend on the batches read before, nor on the process that reads it."""
+    run(settings(tmp_path / "whole"), train_data=Noisy(60, 1))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        assert not run(settings(tmp_path / "run", workers=workers), train_data=Noisy(60, 1)).finished
+    torch.manual_seed(77)
+    run(settings(tmp_path / "run"), train_data=Noisy(60, 1), resume=True, model=Matcher())
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+
+
+def test_batches_of_an_epoch_and_of_two_epochs_draw_different_numbers() -> None:
+    data, captions = OwnData(Noisy(60, 1), "train"), np.arange(4)
+    before = torch.get_rng_state()
+    noise = [
+        SeededData(data, seed, epoch).batch(part).features - data.image_batch(data.caption_image[part])
+        for seed, epoch, part in [(0, 0, captions), (0, 1, captions), (1, 0, captions), (0, 0, captions + 4)]
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(not torch.allclose(noise[0], other) for other in noise[1:])
+    assert torch.equal(SeededData(data, 0, 0).batch(captions).features, SeededData(data, 0, 0).batch(captions).features)
 
 
 class Skipping(Matcher):
