@@ -65,7 +65,7 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let a model's encoders accept arrays and strings, and its `score` build no autograd graph in inference."""
         super().__init_subclass__(**options)
-        if {"score", "forward"} & vars(cls).keys() and "attention_scores" not in vars(cls):
+        if _overrides_scores(cls):
             cls.attention_scores = MatchingModel.attention_scores  # type: ignore[method-assign]
         for name, wrapped in (("encode_images", _of_arrays), ("encode_captions", _of_text), ("score", _of_inference)):
             if name in vars(cls):
@@ -112,8 +112,8 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
     def attention_scores(self) -> AttentionScores | None:
         """Return the cross-attention that `score` consists of, in one direction or both, or None.
 
-        Training then computes scores and triplet loss in one call, without calling `score`. A subclass that overrides
-        `score` or `forward` returns None unless it overrides this property, too.
+        Training then computes scores and triplet loss in one call, without calling `score`, `forward` or `observe`. A
+        subclass that overrides one of these, itself or by a mixin, returns None unless it overrides this property, too.
         """
         return None
 
@@ -285,6 +285,16 @@ def first_image_weight(model: nn.Module) -> nn.Parameter:
     encoder = getattr(model, "image_encoder", None)
     of_images = encoder.parameters() if isinstance(encoder, nn.Module) else ()
     return next(chain(of_images, model.parameters()))
+
+
+def _overrides_scores(cls: type[MatchingModel]) -> bool:
+    """Return whether `score`, `forward` or `observe` comes from a class that `attention_scores` does not know."""
+    order = cls.__mro__
+    place, owner = next((place, one) for place, one in enumerate(order) if "attention_scores" in vars(one))
+    # A model knows its own base classes; a mixin knows none of the models that it is combined with.
+    known = owner.__mro__ if issubclass(owner, MatchingModel) else order[place:]
+    names = ("score", "forward", "observe")
+    return any(next(one for one in order if name in vars(one)) not in known for name in names)
 
 
 def _of_arrays(encode: Callable[..., Any]) -> Callable[..., Any]:

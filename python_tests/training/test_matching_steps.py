@@ -12,8 +12,10 @@ from torch import Tensor
 
 from itm_fast.losses import TripletLoss
 from itm_fast.models.chan import CHAN
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.scan import SCAN
 from itm_fast.nn import AttentionScores
+from itm_fast.training import Trainer
 from itm_fast.training.replicas import Replicas
 from python_tests.helpers.fragments import native_calls
 from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
@@ -104,3 +106,82 @@ def test_a_subclass_with_its_own_scores_or_loss_is_respected(data: Path, tmp_pat
     assert Scaled(trainer.model.config).attention_scores is None
     assert Named.attention_scores is CHAN.attention_scores is not None
     assert trainer.model.attention_scores == AttentionScores(t2i=trainer.model.text_to_image)
+
+
+class Halving:
+    """A mixin."""
+
+    def score(self, images: Any, captions: Any) -> Tensor:
+        return 0.5 * super().score(images, captions)  # type: ignore[misc]
+
+
+class Counting:
+    """A mixin."""
+
+    calls = 0
+
+    def observe(self, *_: Any, **__: Any) -> None:
+        self.calls += 1
+
+
+class Halved(Halving, SCAN):
+    """Scores come from a mixin."""
+
+
+class Counted(Counting, SCAN):
+    """Scores are observed by a mixin."""
+
+
+class Observing(FragmentModel):
+    """Not a mixin, but a base class that SCAN does not have."""
+
+    observe = Counting.observe
+    calls = 0
+
+
+class CountedLater(SCAN, Observing):
+    """`SCAN` is first, but does not define `observe`."""
+
+
+class CountedItself(SCAN):
+    observe = Counting.observe
+    calls = 0
+
+
+class Told(Counted):
+    """Names the cross-attention again: nothing is observed."""
+
+    attention_scores = SCAN.attention_scores
+
+
+class Telling:
+    """A mixin."""
+
+    attention_scores = SCAN.attention_scores
+
+
+class ToldByMixin(Telling, SCAN):
+    pass
+
+
+def made(cls: type[SCAN], trainer: Trainer) -> SCAN:
+    """Make a model of another class with the same weights."""
+    model = cls(trainer.model.config)
+    model.load_state_dict(trainer.model.state_dict())
+    return model.train()
+
+
+def test_overrides_of_mixins_and_of_observe_count_in_training(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(config(data, tmp_path / "run"))
+    batch, replicas = next(iter(trainer._batches(0))), trainer.stepper.replicas
+    expected, loss = replicas.scores_and_loss(trainer.model.train(), batch, TripletLoss(), None)
+    assert loss is not None
+    scores, loss = replicas.scores_and_loss(made(Halved, trainer), batch, TripletLoss(), None)
+    assert loss is None
+    torch.testing.assert_close(scores, 0.5 * expected)
+    for cls in (Counted, CountedLater, CountedItself):
+        model = made(cls, trainer)
+        assert replicas.scores_and_loss(model, batch, TripletLoss(), None)[1] is None
+        assert model.calls == 1
+    for cls in (Told, ToldByMixin):
+        assert replicas.scores_and_loss(made(cls, trainer), batch, TripletLoss(), None)[1] is not None
