@@ -27,6 +27,8 @@ __all__ = ["World", "joined", "joined_before"]
 TIMEOUT = "ITM_FAST_TIMEOUT"
 _SECONDS = 1800
 _joined = False
+# How often this process has met others; equal in all of them.
+_meetings = 0
 # Key of the store, by rank: the GPU of a process that sees only one.
 _GPU = "itm_fast/gpu"
 # Most seconds to wait for gloo's threads at the end.
@@ -138,7 +140,7 @@ def joined(device: str) -> Iterator[World]:
     Python objects.
 
     If processes leave the block with an error, one raises it and the others exit with status 1 without a message, so
-    that the user sees one message. Only rank 0 issues warnings.
+    that the user sees one message. Only rank 0 issues warnings. All processes enter the same blocks in the same order.
 
     Args:
         device: the device of tensors, such as "cpu" or "cuda".
@@ -148,7 +150,7 @@ def joined(device: str) -> Iterator[World]:
             same single GPU, or one ended or did not answer within ITM_FAST_TIMEOUT seconds (default: 1800). The message
             has the cause if it is known.
     """
-    global _joined
+    global _joined, _meetings
     if dist.is_available() and dist.is_initialized():
         yield World(Launch(dist.get_rank(), dist.get_world_size(), *_local()))
         return
@@ -166,7 +168,10 @@ def joined(device: str) -> Iterator[World]:
         # Imported here: torch may lack torch.distributed, and a single process does not need it.
         from torch.distributed.rendezvous import rendezvous
 
-        store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        _meetings += 1
+        found, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        # The launcher's store outlives the block, and with it the keys of the block's process group.
+        store = dist.PrefixStore(f"itm_fast/{_meetings}", found)  # type: ignore[attr-defined]
         store.set_timeout(timeout)
         shared = _shared_gpu(store, launch) if own_device.startswith("cuda") else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import TCPStore, distributed_c10d
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from itm_fast import cli
 from itm_fast.distributed import ending, joined
@@ -131,7 +131,8 @@ def end_late(rank: int, _value: None) -> None:
     """End the second process by an error after the first one, which waits for it, has given up."""
     with joined("cpu") as world:
         if rank == 1:
-            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            whole = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store = PrefixStore("itm_fast/1", whole)
             while store.add(ending._ENDED, 0) == 0:
                 time.sleep(0.05)
             raise OSError("the drive has gone\nfor good")

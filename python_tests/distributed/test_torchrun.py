@@ -1,4 +1,7 @@
-"""Under torchrun: ADDR stopped in mid-run saves everything and resumes exactly; a killed process is reported."""
+"""Under torchrun: ADDR stopped in mid-run saves everything and resumes exactly; a killed process is reported.
+
+One launch may train several times.
+"""
 
 from __future__ import annotations
 
@@ -114,4 +117,22 @@ def test_processes_end_although_gloo_still_holds_tensors(tmp_path: Path, attempt
     script = tmp_path / "hurried.py"
     script.write_text(HURRIED)
     done = run_command([*TORCHRUN[:-2], script], cwd=tmp_path, **ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+
+
+# The launcher's store keeps the keys of the first block. Each block gathers other numbers.
+SEVERAL = """
+from itm_fast.distributed import joined
+
+for times in range(4):
+    with joined("cpu") as world:
+        found = world.objects((times, world.rank))
+    assert found == [(times, 0), (times, 1)], found
+"""
+
+
+def test_processes_of_one_launch_meet_several_times(tmp_path: Path) -> None:
+    script = tmp_path / "several.py"
+    script.write_text(SEVERAL)
+    done = run_command([*TORCHRUN[:-2], script], cwd=tmp_path, **ENVIRONMENT, ITM_FAST_TIMEOUT="900")
     assert done.returncode == 0, done.stderr
