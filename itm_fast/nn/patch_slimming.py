@@ -69,7 +69,7 @@ class PatchSlimming(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, images: Fragments, captions: Fragments) -> Tensor:
-        """Score regions and words: (n_images, n_captions), images are rows.
+        """Score regions and words: (n_images, n_captions) float32 (float64 for float64), images are rows.
 
         Args:
             images: n sets of `n_regions` rows (d).
@@ -107,12 +107,14 @@ class PatchSlimming(nn.Module):
         return rows[best]
 
     def _cosines(self, regions: Tensor, words: Tensor, weights: Tensor) -> Tensor:
-        """Return the cosines of tokens and words, (n, m, t, w), below zero multiplied by 0.1."""
+        """Return the cosines of tokens and words, (n, m, t, w) in at least float32, below zero multiplied by 0.1."""
         tokens = weights @ regions[:, None, int(self.class_token) :]  # (n, m, t, d)
         if self.class_token:
             first = regions[:, None, :1].expand(-1, tokens.shape[1], -1, -1)
             tokens = torch.cat([first, tokens], dim=2)
-        return nn.functional.leaky_relu(l2norm(tokens) @ l2norm(words).transpose(1, 2), 0.1)
+        # Cosines in 16 bits would tie: the scores of a gallery lie close together.
+        with torch.autocast(words.device.type, enabled=False):
+            return nn.functional.leaky_relu(l2norm(_wide(tokens)) @ l2norm(_wide(words)).transpose(1, 2), 0.1)
 
     def _regions(self, images: Fragments) -> Tensor:
         rows = len(images.values)
@@ -125,11 +127,13 @@ class PatchSlimming(nn.Module):
 
     @torch.no_grad()
     def _significance(self, patches: Tensor, words: Tensor, lengths: Tensor) -> Tensor:
-        """Return the significance of each patch for each caption, (n, m, k)."""
-        units = l2norm(patches)
-        own = units @ l2norm(patches.mean(1))[:, :, None]  # (n, k, 1)
-        mean_words = l2norm(words.sum(1) / lengths.clamp(min=1)[:, None])  # padding is zero
-        return (own + units @ mean_words.t()).transpose(1, 2)
+        """Return the significance of each patch for each caption, (n, m, k) in at least float32."""
+        with torch.autocast(words.device.type, enabled=False):
+            patches, words = _wide(patches), _wide(words)
+            units = l2norm(patches)
+            own = units @ l2norm(patches.mean(1))[:, :, None]  # (n, k, 1)
+            mean_words = l2norm(words.sum(1) / lengths.clamp(min=1)[:, None])  # padding is zero
+            return (own + units @ mean_words.t()).transpose(1, 2)
 
     def _weights(self, patches: Tensor, significance: Tensor) -> Tensor:
         """Return the weight of each patch in each token: the aggregated ones, then that of all other patches."""
@@ -141,3 +145,7 @@ class PatchSlimming(nn.Module):
         # Without other patches, all are NaN: the token is zero then.
         others = others.masked_fill(kept, 0.0)
         return torch.cat([aggregated, others[:, :, None].to(aggregated.dtype)], dim=2)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))

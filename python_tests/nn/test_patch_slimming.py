@@ -122,6 +122,29 @@ def test_the_sparse_path_gives_the_gradients_of_the_dense_one() -> None:
         torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("class_token", [False, True])
+def test_scores_stay_float32_under_autocast(class_token: bool) -> None:
+    """So a gallery has no ties, and the scores are close to those without autocast."""
+    module, images, _ = case(17, class_token=class_token)
+    module.float()
+    images = images.with_values(images.values.float().requires_grad_())
+    gallery = random_fragments([6] * 300, DIM, torch.float32, 9)
+    gallery.values.requires_grad_()
+    exact = module(images, gallery).detach()
+    for low in (images, images.with_values(images.values.bfloat16())):
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = F_itm.gradient_sparse_scores(module, low, gallery)
+        assert scores.dtype == torch.float32
+        assert min(len(row.unique()) for row in scores) > 290
+        # A rounded patch may be kept in place of another one.
+        assert (scores - exact).abs().median() < 5e-3
+        rows = (images.values, gallery.values, *module.parameters())
+        gradients = torch.autograd.grad(scores.square().sum(), rows)
+        assert all(bool(one.isfinite().all() and one.any()) for one in gradients)
+    rounded = [side.with_values(side.values.detach().bfloat16()) for side in (images, gallery)]
+    assert module.bfloat16()(*rounded).dtype == torch.float32
+
+
 def test_at_most_three_pairs_of_each_caption_are_scored_again() -> None:
     module = PatchSlimming(DIM, 16)
     images, captions = (random_fragments([n] * 12, DIM, torch.float32, n) for n in (16, 4))
