@@ -52,6 +52,7 @@ PERFORMANCE = ROOT / "docs" / "performance"
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"].append("rcar-scenes")
+EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 
 

@@ -21,7 +21,8 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
-    "addr-claims", "dbl-claims", "dbl-variants", "fdf-claims", "rcar-ablations", "rcar-claims", "rcar-scenes",
+    "addr-claims", "addr-regions", "dbl-claims", "dbl-variants", "fdf-claims", "fdf-variants", "rcar-ablations",
+    "rcar-claims", "rcar-scenes",
     "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-sgraf",
     "selhn-variants", "vision",
 ]  # fmt: skip
