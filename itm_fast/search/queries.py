@@ -120,13 +120,12 @@ def of_any(
         return of_features(members, rows, [_name_of(one) for one in pictures])
     if items is not None:
         own = snapshot.sides["images"]
-        if isinstance(items, str):
-            items = [items]
+        items = [items] if isinstance(items, str) else list(items)
         if not items:
             raise ValueError("query: expected at least one")
         positions = [own.find(name) for name in items]
         parts = [own.encodings(torch.tensor([position])) for position in positions]
-        return Queries(list(items), "images", _joined(parts), positions)
+        return Queries(items, "images", _joined(parts), positions)
     found = torch.from_numpy(features) if isinstance(features, np.ndarray) else features
     assert found is not None
     return of_features(members, found, [f"features {number}" for number in range(len(found))])
