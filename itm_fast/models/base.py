@@ -18,7 +18,6 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from itm_fast import config as settings
@@ -32,7 +31,7 @@ from itm_fast.files.plugins import Plugins
 from itm_fast.files.run_files import VOCABULARY
 from itm_fast.fragments import Fragments
 from itm_fast.models.hub import HubModel
-from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
+from itm_fast.models.weights_file import check_finite, read_shapes, read_weights, weights_bytes
 from itm_fast.nn import AttentionScores, BertTextEncoder, micro_batches
 
 FORMAT = Format()
@@ -268,16 +267,8 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
     def file_contents(self) -> dict[str, bytes]:
         """Return the files that `save` writes, by name. The last one marks a folder as a saved model."""
         content = {"format_version": FORMAT.newest, "model": self.name, "config": settings.to_dict(self.config)}
-        weights: dict[str, Tensor] = {}
-        stored: set[int] = set()
-        for name, tensor in self.state_dict().items():
-            weight = tensor.detach().cpu().contiguous()
-            place = weight.untyped_storage().data_ptr()
-            # safetensors refuses tensors that share memory, such as tied weights.
-            weights[name] = weight.clone() if place in stored else weight
-            stored.add(place)
-        # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
-        return {WEIGHTS_FILE: serialize(weights), CONFIG_FILE: (json.dumps(content, indent=2) + "\n").encode()}
+        config = (json.dumps(content, indent=2) + "\n").encode()
+        return {WEIGHTS_FILE: weights_bytes(self.state_dict()), CONFIG_FILE: config}
 
 
 def first_image_weight(model: nn.Module) -> nn.Parameter:

@@ -1,25 +1,40 @@
-"""Read safetensors files. The header is checked before memory of the size that it claims is allocated.
+"""Read and write weights as safetensors. A header is checked before memory of the size that it claims is allocated.
 
-Inside: `read_shapes`, `read_weights`, `check_finite`.
+Inside: `read_shapes`, `read_weights`, `weights_bytes`, `check_finite`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from itm_fast.files import regular
 from itm_fast.files.documents import parse_json
 from itm_fast.files.messages import shortened
 
-__all__ = ["check_finite", "read_shapes", "read_weights"]
+__all__ = ["check_finite", "read_shapes", "read_weights", "weights_bytes"]
 
 # A model has some dozens of tensors of about a hundred bytes of header each.
 _MAX_HEADER_BYTES = 2**20
+
+
+def weights_bytes(state: Mapping[str, Tensor]) -> bytes:
+    """Return the content of a safetensors file with these tensors, on any device and of any strides."""
+    weights: dict[str, Tensor] = {}
+    stored: set[int] = set()
+    for name, tensor in state.items():
+        weight = tensor.detach().cpu().contiguous()
+        place = weight.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, such as tied weights.
+        weights[name] = weight.clone() if place in stored else weight
+        stored.add(place)
+    # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
+    return save(weights)
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:

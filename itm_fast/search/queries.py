@@ -6,7 +6,7 @@ Inside: `Queries`, `of_any`, `of_texts`, `of_features`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import attrs
@@ -74,12 +74,16 @@ def check_text(members: Members, text: object) -> str:
     return text
 
 
+def _check_some(queries: Sized) -> None:
+    if not len(queries):
+        raise ValueError("query: expected at least one")
+
+
 def of_texts(members: Members, texts: str | Sequence[str]) -> Queries:
     """Encode texts. Raises as `check_text`, and ValueError if a text has more tokens than a model reads."""
     given = [texts] if isinstance(texts, str) else list(texts)
     checked = [check_text(members, text) for text in given]
-    if not checked:
-        raise ValueError("query: expected at least one")
+    _check_some(checked)
     return Queries(checked, "captions", members.encode_captions(checked), [-1] * len(checked))
 
 
@@ -90,8 +94,7 @@ def of_features(members: Members, features: Tensor | Fragments, names: Sequence[
         ValueError: there are none, or a value is not finite.
     """
     values = features.values if isinstance(features, Fragments) else features
-    if not len(features):
-        raise ValueError("query: expected at least one")
+    _check_some(features)
     if not bool(values.isfinite().all()):
         raise ValueError("features: expected finite values")
     return Queries(list(names), "images", members.encode_images(features), [-1] * len(names))
@@ -114,15 +117,13 @@ def of_any(
     if pictures is not None:
         kind = snapshot.manifest.pictures
         pictures = [pictures] if isinstance(pictures, str | os.PathLike | bytes) else list(pictures)
-        if not pictures:
-            raise ValueError("query: expected at least one")
+        _check_some(pictures)
         rows = features_of(pictures, kind if encoder is None else moved(kind, encoder))
         return of_features(members, rows, [_name_of(one) for one in pictures])
     if items is not None:
         own = snapshot.sides["images"]
         items = [items] if isinstance(items, str) else list(items)
-        if not items:
-            raise ValueError("query: expected at least one")
+        _check_some(items)
         positions = [own.find(name) for name in items]
         parts = [own.encodings(torch.tensor([position])) for position in positions]
         return Queries(items, "images", _joined(parts), positions)

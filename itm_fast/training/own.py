@@ -14,7 +14,6 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
@@ -24,7 +23,7 @@ from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.losses import TripletLoss
 from itm_fast.models.base import WEIGHTS_FILE, MatchingModel, check_shapes, first_image_weight, shapes_of
-from itm_fast.models.weights_file import read_shapes, read_weights
+from itm_fast.models.weights_file import read_shapes, read_weights, weights_bytes
 from itm_fast.training.config import TrainConfig
 
 __all__ = [
@@ -82,9 +81,7 @@ class OwnModel(MatchingModel):
 
     def file_contents(self) -> dict[str, bytes]:
         """Return the weights under the names that the module gives them."""
-        # Copies, because a module may use one weight under two names, which the format refuses.
-        copies = {name: one.detach().cpu().clone().contiguous() for name, one in self.module.state_dict().items()}
-        return {WEIGHTS_FILE: serialize(copies)}
+        return {WEIGHTS_FILE: weights_bytes(self.module.state_dict())}
 
     def check_saved(self, directory: Path) -> None:
         path = directory / WEIGHTS_FILE

@@ -122,7 +122,6 @@ def _trainer(
             torch.manual_seed(config.seed)
             if model is None:
                 model = create_model(config, vocabulary, train_data)
-            _check_same_words(model, vocabulary)
             if isinstance(model, models.MatchingModel):
                 for data in (train_data, validation_data):
                     data.check_caption_lengths(model.max_caption_length)
@@ -136,8 +135,7 @@ def _trainer(
             raise ValueError("train_data, validation_data: expected both or none")
         if model is None:
             raise ValueError("model: expected a module to train with train_data and validation_data")
-        if vocabulary is None:
-            _check_same_words(model, getattr(train_data, "vocabulary", None))
+        _check_same_words(model, getattr(train_data, "vocabulary", None))
     if vocabulary is None:
         torch.manual_seed(config.seed)
     trainer = Trainer(

@@ -354,7 +354,7 @@ def test_a_failed_save_leaves_the_old_model(saved, monkeypatch) -> None:
     def fail(*_arguments: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("itm_fast.models.base.serialize", fail)
+    monkeypatch.setattr("itm_fast.models.base.weights_bytes", fail)
     with pytest.raises(OSError, match="disk full"):
         models.create("scan", **CONFIG).save(saved)
     assert (saved / "model.safetensors").read_bytes() == before
