@@ -65,13 +65,11 @@ def verdicts_of_papers(papers: Mapping[str, tuple[str, Measured]]) -> str:
 
 
 def in_short(experiments: Measured) -> str:
-    """Return the claims by their verdicts, in bold words."""
+    """Return a list of the claims, ordered by their verdicts."""
     found: dict[str, list[str]] = {"holds": [], "fails": [], "open": [], "not run": []}
     for claim, verdict in _verdicts(experiments):
         found[verdict[-1].strip("*")].append(claim.text)
-    return (
-        " ".join(f"**{verdict.capitalize()}**: {'; '.join(texts)}." for verdict, texts in found.items() if texts) + "\n"
-    )
+    return "".join(f"- **{verdict.capitalize()}**: {text}.\n" for verdict, texts in found.items() for text in texts)
 
 
 def as_list(experiments: Measured) -> str:

@@ -127,7 +127,7 @@ def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pyt
     assert "| absurd rates help | absurd minus VSE | sum of recalls | 0 | diverged |  | open |" in table
     assert "| two absurd ones |  |  | not run |" in table
     measured_ones = [(with_winners(read(experiment), tmp_path / "results"), tmp_path / "results")]
-    assert in_short(measured_ones) == "**Open**: absurd rates help.\n"
+    assert in_short(measured_ones) == "- **Open**: absurd rates help.\n"
     assert as_list(measured_ones) == "- **Open**: absurd rates help, diverged.\n"
     row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open | "
     assert row in verdicts_of_papers({"Paper": ("page.md", measured_ones)})
@@ -155,7 +155,7 @@ def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     table = verdicts_of_papers({"Paper": ("page.md", [(experiment, tmp_path)])}).splitlines()
     assert [line.rsplit("|", 2)[1] for line in table[2:]] == [" 2.5x ", " 0.4x "]
     found.clear()
-    assert in_short([(experiment, tmp_path)]) == "**Not run**: all negatives help; SCT helps.\n"
+    assert in_short([(experiment, tmp_path)]) == "- **Not run**: all negatives help.\n- **Not run**: SCT helps.\n"
     assert as_list([(experiment, tmp_path)]).startswith("- **Not run**: all negatives help.\n")
 
 
