@@ -37,6 +37,7 @@ SET_ROWS, SET_SLICE_BYTES = 64, 256
 CHUNK, COLUMNS = 512, 128
 # Of a gradient, for a block that sums it over rows (row_sums.h).
 SUM_ROWS, SUM_COLUMNS = 48, 256
+WEIGHT_PARTS = 4
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
 SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16, ProductTile<112, 128, 2, 4, 4, 256>, 1>"
@@ -96,7 +97,6 @@ class Launch:
         blocks: of equal work; a multiprocessor takes whole ones. 0: many.
         times: number of such launches.
         tasks: instead of `blocks`, numbers and sizes of tasks, in the order in which free multiprocessors take them.
-        in_turn: multiprocessors take the tasks in turn, whether they are free or not.
     """
 
     kernel: str
@@ -104,7 +104,6 @@ class Launch:
     blocks: int = 0
     times: float = 1.0
     tasks: tuple[tuple[int, float], ...] = ()
-    in_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,14 +184,10 @@ def unevenness(launch: Launch, cores: int) -> float:
     Multiprocessors without a block are idle, and the last ones finish alone.
     """
     if launch.tasks:
-        ends, number = [0.0] * cores, 0
+        ends = [0.0] * cores
         for count, size in launch.tasks:
             for _ in range(count):
-                if launch.in_turn:
-                    ends[number % cores] += size
-                else:
-                    heapq.heapreplace(ends, ends[0] + size)
-                number += 1
+                heapq.heapreplace(ends, ends[0] + size)
         return max(ends) * cores / sum(ends)
     return math.ceil(launch.blocks / cores) * cores / launch.blocks if launch.blocks else 1.0
 
@@ -391,8 +386,10 @@ def regulated_step(batch: int, dim: int = costs.DIM, partners: int = 3) -> Work:
     chunks = math.ceil(words * batch / KEPT_ROWS)
     of_tiles = Launch(DIFFERENTIATED, {"product": 2 * hmma / chunks}, math.ceil(tiles / chunks), chunks)
     of_rows, of_pairs = weight_tasks(words * batch / chunks, dim)
-    tasks = (*of_rows, (math.ceil(batch * sum_tasks(REGIONS, dim) / chunks), 4 * words), *of_pairs)
-    sums = Launch(DIFFERENTIATED, {"sum of rows": hmma / chunks}, 0, chunks, tasks, in_turn=True)
+    of_contexts = (math.ceil(batch * sum_tasks(REGIONS, dim) / chunks), 4.0 * words)
+    first = sorted([*of_rows, of_contexts], key=lambda task: -task[1])
+    tasks = (*first, *of_pairs)
+    sums = Launch(DIFFERENTIATED, {"sum of rows": hmma / chunks}, 0, chunks, tasks)
     return Work(cost, (*forward.counted, of_tiles, sums))
 
 
@@ -406,7 +403,7 @@ def weight_tasks(rows: float, dim: int) -> list[list[tuple[int, float]]]:
     of_rows += [(width, width)] * 2
     of_pairs = [(width, width), (1, width)] * 2 + [(1, width)]
     depths = ((of_rows, rows), (of_pairs, rows / WORDS))
-    return [[(sum_tasks(*sizes), depth) for sizes in layers] for layers, depth in depths]
+    return [[(WEIGHT_PARTS * sum_tasks(*sizes), depth / WEIGHT_PARTS) for sizes in layers] for layers, depth in depths]
 
 
 def sum_tasks(rows: int, columns: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -187,18 +186,16 @@ def test_the_backward_of_rcar_takes_as_many_tiles_as_its_workspace_has_room_for(
 
 
 def test_parts_of_the_gradients_of_rcar_take_unequal_time() -> None:
-    """By hand: 48 x 256 numbers are a part. 119 of RCAR's weights sum all rows, four of each image its rows only."""
+    """By hand: 48 x 256 numbers are a part. 119 of RCAR's weights sum all rows, in four tasks each."""
     of_weights = 2 * 6 * 4 + 11 + 22 * 2 + 3 + 1 + 2 * 6
     hardest, of_all = (kernels.regulated_step(128, partners=partners).counted[-1] for partners in (3, 128))
     rows = 3 * 13 * 128
-    assert sum(count for count, size in hardest.tasks if size == rows) == of_weights
-    assert hardest.tasks[:3] == ((24, rows), (24, rows), (11, rows))
-    assert hardest.tasks[8:10] == ((4 * 128, 3 * 13 * 4), (6, rows / 13))
-    assert sum(count for count, size in of_all.tasks if size > 5000) == of_weights + 14
-    # In turn, a multiprocessor gets the first, the eighth and the ninth task; free ones share them.
-    launch = kernels.Launch("k", {}, tasks=((1, 4.0), (6, 0.0), (2, 4.0)), in_turn=True)
-    assert kernels.unevenness(launch, 7) == 8.0 * 7 / 12
-    assert kernels.unevenness(replace(launch, in_turn=False), 7) == 4.0 * 7 / 12
+    assert sum(count for count, size in hardest.tasks if size == rows / 4) == 4 * of_weights
+    assert hardest.tasks[:3] == ((4 * 24, rows / 4), (4 * 24, rows / 4), (4 * 11, rows / 4))
+    assert hardest.tasks[8:10] == ((4 * 128, 3 * 13 * 4), (4 * 6, rows / 13 / 4))
+    assert sum(count for count, size in of_all.tasks if size > 5000) == 14
+    launch = kernels.Launch("k", {}, tasks=((1, 4.0), (6, 0.0), (2, 4.0)))
+    assert kernels.unevenness(launch, 7) == 4.0 * 7 / 12
 
 
 def test_a_step_with_scores_and_loss_together_saves_a_launch() -> None:
@@ -230,3 +227,4 @@ def test_the_constants_are_those_of_the_kernels() -> None:
     assert "using LargeTile = ScoreTile<8, 8, 4>;" in sources
     assert kernels.STRIP == 32 * 4
     assert f"kRows = {kernels.SUM_ROWS}, kColumns = {kernels.SUM_COLUMNS}, kDepth" in sources
+    assert f"kWeightParts = {kernels.WEIGHT_PARTS};" in sources

@@ -121,7 +121,7 @@ def check_gradients(
 
 
 def check_all_gradients(kernels: RegulatorBackwardKernels) -> None:
-    """Check cases that planted faults must fail: one tile a chunk, full tiles, bounds, zero rows, norms, long sets."""
+    """Check cases that planted faults must fail: chunks of one and of three tiles, bounds, zero rows, norms, long sets."""
     sides = random_fragments([3, 1, 0, 12, 9, 8], 70), random_fragments([4, 17], 70, seed=1)
     for side in sides:
         side.values[2] = 0.0
@@ -130,8 +130,8 @@ def check_all_gradients(kernels: RegulatorBackwardKernels) -> None:
     gradients = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
     gradients[0, 1] = 0.0
     check_gradients(kernels, sides, parameters, gradients, run={"room": 0, "blocks": 2}, **options)
-    short = random_fragments([3, 9], 20), random_fragments([7], 20, seed=1)
+    short = random_fragments([3, 30, 9], 20), random_fragments([7], 20, seed=1)
     for setting in ("rcr2, attended", "rcar2, guidance"):
-        check_gradients(kernels, short, random_parameters(setting, 20, 10), gradients[4:, :1])
+        check_gradients(kernels, short, random_parameters(setting, 20, 10), gradients[3:, :1])
     sides = random_fragments([40, 36], 70), random_fragments([70], 70, seed=1)
     check_gradients(kernels, sides, parameters, gradients[4:, :1], run={"room": 0, "blocks": 2}, **options)

@@ -55,8 +55,8 @@ FAULTS = {
         (GRADIENTS, "tile < contexts.n_tiles(); ++tile", "tile < 1; ++tile"),
         ERROR,
     ),
-    "tasks that blocks ask for when none is left are not counted": (
-        (GRADIENTS, "taken += tasks + grid_blocks();", "taken += tasks;"),
+    "tasks are counted on from one chunk to the next": (
+        (GRADIENTS, "BlockTasks::restart", "if (across + down == 0) BlockTasks::restart"),
         r"^backward: ",
     ),
     "no block waits for the tiles of the others": (

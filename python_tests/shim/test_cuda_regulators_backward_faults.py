@@ -21,9 +21,15 @@ KERNELS = "csrc/include/itm_fast/cuda/"
 KERNEL, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
     f"{KERNELS}regulation_backward{name}.h" for name in ("", "_tile", "_attention", "_steps", "_sums", "_launch")
 )
-AGAIN, LISTS, PROBLEM, ROW_SUMS = (
+AGAIN, LISTS, PROBLEM, ROW_SUMS, TASKS = (
     f"{KERNELS}{name}.h"
-    for name in ("regulation_recompute", "regulation_backward_lists", "regulation_backward_problem", "row_sums")
+    for name in (
+        "regulation_recompute",
+        "regulation_backward_lists",
+        "regulation_backward_problem",
+        "row_sums",
+        "block_tasks",
+    )
 )
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE",)
 
@@ -59,7 +65,20 @@ FAULTS = {
     ),
     "gradients of the first contexts alone": ((SUMS, "row_blocks(f.columns)", "1"), ERROR),
     "weights of one row per pair left out": ((SUMS, "  share_weights(true);\n", ""), ERROR),
-    "tasks that do not begin where others end": ((SUMS, "    next_ -= count;\n", ""), ERROR),
+    "tasks that do not begin where others end": ((TASKS, "    first_ += count;\n", ""), ERROR),
+    "tasks are counted on from one chunk to the next": (
+        (KERNEL, "BlockTasks::restart", "if (first == 0) BlockTasks::restart"),
+        ERROR,
+    ),
+    "blocks that have not read the number of their task": (
+        (TASKS, "    barrier();  // All have read it.\n", ""),
+        r"shared array 'next': (race at|read of|write of) index 0",
+    ),
+    "the first part of the gradients of weights alone": ((KERNEL, "  add_weight_parts(p);\n", ""), ERROR),
+    "parts of the gradients of weights that overlap": (
+        (SUMS, "n_tiles * part /", "n_tiles * (part / 2) /"),
+        ERROR,
+    ),
     "missing barrier after the sums": ((SUMS, "barrier();  // The sums have been read.", ""), RACE),
     "missing barrier of the grid before the sums": (
         (KERNEL, "    grid_barrier(p.arrived, ++round);\n    add_chunk", "    add_chunk"),

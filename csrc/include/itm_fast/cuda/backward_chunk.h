@@ -25,8 +25,9 @@ struct CrossAttentionBackward {
   // follows has no place.
   float dense_share;
   TilePlan query_tiles, context_tiles;
-  float* query_norms;           // (queries.n_rows,)
-  int32_t *taken, *unsuitable;  // zero at first: tasks that blocks have taken; whether blocks of scores are refused
+  float* query_norms;   // (queries.n_rows,)
+  int32_t* taken;       // for BlockTasks
+  int32_t* unsuitable;  // zero at first; whether blocks of scores are refused
 
   // Null if there is no place for a Gram matrix. The sum of the squares takes its place.
   template <int kParts = kMatrixParts>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "itm_fast/cuda/block_scores.h"
+#include "itm_fast/cuda/block_tasks.h"
 #include "itm_fast/cuda/set_gradients.h"
 
 namespace itm_fast::cuda {
@@ -42,11 +43,9 @@ ITM_FAST_DEVICE_APART void multiply_block(const BlockProduct<S>& product, int di
   });
 }
 
-// Step 3: both products of a chunk. Blocks take the tasks one by one, the longest first, because they differ in depth.
-// `taken`: tasks of earlier chunks, with those that blocks asked for when none was left.
+// Step 3: both products of a chunk, the deeper one first.
 template <bool kAligned, typename S>
-ITM_FAST_DEVICE void multiply_blocks(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk, int64_t& taken) {
-  ITM_FAST_SHARED(int32_t, next, 1);
+ITM_FAST_DEVICE void multiply_blocks(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk) {
   const TileRun &contexts = chunk.contexts, &queries = chunk.queries;
   const S* context_rows = p.lists.contexts.values + contexts.first_row * p.dim;
   const S* query_rows = p.lists.queries.values + queries.first_row * p.dim;
@@ -65,22 +64,13 @@ ITM_FAST_DEVICE void multiply_blocks(const CrossAttentionBackward<S>& p, const B
     of_contexts.n_rows = 0;
   }
   const bool queries_first = of_queries.depth >= of_contexts.depth;
-  const BlockProduct<S>&longest = queries_first ? of_queries : of_contexts,
-        &other = queries_first ? of_contexts : of_queries;
-  const int64_t of_longest = longest.tasks(p.dim), tasks = of_longest + other.tasks(p.dim);
-  while (true) {
-    if (thread_index() == 0) next[0] = atomic_add(p.taken, 1) - static_cast<int32_t>(taken);
-    barrier();
-    const int64_t task = next[0];
-    barrier();  // All have read it.
-    if (task >= tasks) break;
-    if (task < of_longest) {
-      multiply_block<kAligned>(longest, static_cast<int>(p.dim), task);
-    } else {
-      multiply_block<kAligned>(other, static_cast<int>(p.dim), task - of_longest);
-    }
-  }
-  taken += tasks + grid_blocks();
+  BlockTasks tasks(p.taken);
+  const auto share = [&](const BlockProduct<S>& product) {
+    tasks.share(product.tasks(p.dim),
+                [&](int64_t task) { multiply_block<kAligned>(product, static_cast<int>(p.dim), task); });
+  };
+  share(queries_first ? of_queries : of_contexts);
+  share(queries_first ? of_contexts : of_queries);
 }
 
 // Step 3, too: the sums of the tiles' terms. M goes to the place of the Gram matrices when it is complete.
@@ -162,10 +152,9 @@ ITM_FAST_DEVICE void finish_queries(const CrossAttentionBackward<S>& p) {
 }
 
 template <bool kAligned, typename S>
-ITM_FAST_DEVICE void backpropagate_chunk(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk,
-                                         int64_t& taken) {
+ITM_FAST_DEVICE void backpropagate_chunk(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk) {
   add_tile_sums(p, chunk);
-  multiply_blocks<kAligned>(p, chunk, taken);
+  multiply_blocks<kAligned>(p, chunk);
 }
 
 // Whether the gradient is dense enough for blocks of scores.
@@ -181,7 +170,6 @@ ITM_FAST_DEVICE bool takes_blocks(const CrossAttentionBackward<S>& p) {
 template <typename S>
 ITM_FAST_DEVICE_APART int32_t backpropagate_blocks(const CrossAttentionBackward<S>& p) {
   int32_t rounds = 0;
-  int64_t taken = 0;
   const auto wait = [&] { grid_barrier(p.arrived, ++rounds); };
   prepare_blocks(p);
   wait();
@@ -191,6 +179,7 @@ ITM_FAST_DEVICE_APART int32_t backpropagate_blocks(const CrossAttentionBackward<
   for (int64_t across = 0; across < chunks.across; ++across) {
     for (int64_t down = 0; down < chunks.down; ++down) {
       const BlockChunk<S> chunk(p, chunks, across, down);
+      BlockTasks::restart(p.taken);
       const int64_t wide = chunk.queries.n_tiles(), tasks = chunk.contexts.n_tiles() * wide;
       for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
         differentiate_scores(p, chunk, chunk.contexts.first_tile + task / wide, chunk.queries.first_tile + task % wide);
@@ -198,9 +187,9 @@ ITM_FAST_DEVICE_APART int32_t backpropagate_blocks(const CrossAttentionBackward<
       wait();
       if (load_coherent(p.unsuitable) != 0) return rounds;
       if (p.is_aligned) {
-        backpropagate_chunk<true>(p, chunk, taken);
+        backpropagate_chunk<true>(p, chunk);
       } else {
-        backpropagate_chunk<false>(p, chunk, taken);
+        backpropagate_chunk<false>(p, chunk);
       }
       wait();
     }

@@ -89,10 +89,10 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   lists.largest = workspace.take<uint64_t>(1);
   lists.finished = workspace.take<int32_t>(1);
   p.arrived = workspace.take<int32_t>(1);
-  p.taken = workspace.take<int32_t>(1);
   p.unsuitable = workspace.take<int32_t>(1);
   lists.longest = workspace.take<uint64_t>(1);
   const int64_t zeros = workspace.bytes();
+  p.taken = workspace.take<int32_t>(1);
   lists.context_lists = workspace.take<int32_t>(sizes.pairs());
   lists.query_starts = workspace.take<int64_t>(sizes.pairs());
   lists.context_counts = workspace.take<int32_t>(sizes.context_sets);

@@ -102,6 +102,7 @@ ITM_FAST_DEVICE void differentiate_regulation(const RegulationBackward& p) {
     for_all_threads(p.n_weights, [&](int64_t i) { p.weight_gradients[i] = value; });
   };
   fill(0.0f);
+  for_all_threads((kWeightParts - 1) * p.n_weights, [&](int64_t i) { p.weight_parts[i] = 0.0f; });
   for_all_threads(f.rows, [&](int64_t i) { p.ones[i] = 1.0f; });
   mark_pairs(p);
   grid_barrier(p.arrived, ++round);
@@ -117,6 +118,7 @@ ITM_FAST_DEVICE void differentiate_regulation(const RegulationBackward& p) {
   const int64_t n_tiles = p.lists.first_tile[f.contexts.n_sets];
   for (int64_t first = 0; first < n_tiles;) {
     const TileChunk chunk = chunk_from(p, first);
+    BlockTasks::restart(p.taken);
     for (int64_t number = chunk.first_tile + block_index(); number < chunk.end_tile; number += grid_blocks()) {
       const ListedTile tile = listed_tile(p, number);
       BackwardStep<Tile>::open(p, tile, chunk.row_of(tile));
@@ -127,6 +129,7 @@ ITM_FAST_DEVICE void differentiate_regulation(const RegulationBackward& p) {
     grid_barrier(p.arrived, ++round);
     first = chunk.end_tile;
   }
+  add_weight_parts(p);
   clear_zero_rows(f.queries, f.dim, p.query_gradients);
   clear_zero_rows(f.contexts, f.dim, p.context_gradients);
 }

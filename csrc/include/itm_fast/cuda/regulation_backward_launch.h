@@ -70,6 +70,8 @@ int64_t place_backward(RegulationBackward& p, const RegulationSizes& sizes, Work
   }
   p.prepared = operand_blocks(f);
   p.ones = workspace.take<float>(f.rows);
+  p.weight_parts = workspace.take<float>((kWeightParts - 1) * p.n_weights);
+  p.taken = workspace.take<int32_t>(1);
   const int64_t n_queries = f.queries.n_sets, n_contexts = f.contexts.n_sets, pairs = n_queries * n_contexts;
   TileLists& lists = p.lists;
   for (int32_t** array : {&lists.queries, &lists.rows, &lists.tile_entries, &lists.tile_rows, &lists.contexts}) {

@@ -49,6 +49,10 @@ struct TileLists {
   int32_t* refused;                                 // zero; 1 if a set with a gradient exceeds the kernel's limits
 };
 
+// The tiles of a chunk are cut into as many parts for the sums of weight gradients, so that there are enough tasks for
+// all blocks. The parts are added up at the end, in order.
+constexpr int kWeightParts = 4;
+
 struct RegulationBackward {
   RegulationProblem<float> forward;   // without results
   float* turned_layers[kMostLayers];  // (inputs, operand_stride(outputs)): transposed weights
@@ -59,10 +63,12 @@ struct RegulationBackward {
   int64_t* n_pairs;
   TileLists lists;
   BackwardArrays arrays;
-  float* ones;         // forward.rows of them
-  int64_t chunk_rows;  // a multiple of four, at least those of a tile
-  int64_t prepared;    // blocks of the first launch that prepare the forward
-  int32_t* arrived;    // zero
+  float* ones;          // forward.rows of them
+  float* weight_parts;  // (kWeightParts - 1, n_weights): sums over all but the first part of each chunk
+  int64_t chunk_rows;   // a multiple of four, at least those of a tile
+  int64_t prepared;     // blocks of the first launch that prepare the forward
+  int32_t* arrived;     // zero
+  int32_t* taken;       // for BlockTasks
 
   constexpr int64_t n_attentions() const {
     return forward.options.n_alignments + (forward.options.ends_in_cosines() ? 1 : 0);

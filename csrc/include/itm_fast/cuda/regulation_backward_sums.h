@@ -3,9 +3,10 @@
 //
 // Gradients of weights are products of the turned gradients and the inputs of a layer; those of contexts are products
 // of attention and gradients of attended vectors, and of the gradients of raw scores and queries. Both are sums of rows
-// on tensor cores (row_sums.h). A block takes a part of one gradient, so nothing is added up by several blocks.
+// on tensor cores (row_sums.h). A number is added up by one block; for weights, by one block per part of the chunk.
 #pragma once
 
+#include "itm_fast/cuda/block_tasks.h"
 #include "itm_fast/cuda/regulation_backward_tile.h"
 
 namespace itm_fast::cuda {
@@ -32,16 +33,23 @@ ITM_FAST_DEVICE SumRange range_of(int64_t block, int64_t rows, int64_t columns, 
           static_cast<int>(stride)};
 }
 
-ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk chunk, int64_t number, int64_t block) {
+// Adds a part of the chunk's tiles to what the same part of the chunks before has given.
+ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk chunk, int64_t number, int64_t block,
+                                         int part) {
   const WeightProduct product = weight_product(p, number);
+  const int64_t n_tiles = chunk.end_tile - chunk.first_tile;
+  const int64_t first = chunk.first_tile + n_tiles * part / kWeightParts;
+  const int64_t end = chunk.first_tile + n_tiles * (part + 1) / kWeightParts;
+  if (end == first) return;
   const SumRange range = range_of(block, product.outputs, product.inputs, product.input.width);
   const auto term_at = [&](int32_t entry) -> SumTerm<float> {
-    const ListedTile tile = listed_tile(p, chunk.first_tile + entry);
+    const ListedTile tile = listed_tile(p, first + entry);
     const int64_t row = chunk.row_of(tile);
     return {product.gradient.first == nullptr ? p.ones : product.gradient.at(product.gradient_step, row),
             product.input.at(product.input_step, row), product.of_pairs ? tile.n_sets : tile.n_rows};
   };
-  add_row_sums(range, chunk.end_tile - chunk.first_tile, p.weight_gradients + product.weight, term_at);
+  float* sums = part == 0 ? p.weight_gradients : p.weight_parts + (part - 1) * p.n_weights;
+  add_row_sums(range, end - first, sums + product.weight, term_at);
 }
 
 // Adds to the gradients of biases; each warp takes one output.
@@ -119,38 +127,32 @@ ITM_FAST_DEVICE_APART void add_to_queries(const RegulationBackward& p, TileChunk
   }
 }
 
-// Hands out numbered tasks of several kinds to the blocks.
-class BlockTasks {
- public:
-  template <typename Body>
-  ITM_FAST_DEVICE void share(int64_t count, const Body& body) {
-    for (; next_ < count; next_ += grid_blocks()) body(next_);
-    next_ -= count;
-  }
-
- private:
-  int64_t next_ = block_index();
-};
-
-// Adds what a chunk contributes to all gradients. The longest tasks come first, so that they are shared evenly: weights
-// that sum all rows, contexts, weights that sum one row per pair, biases, queries.
+// Adds what a chunk contributes to all gradients. The longest tasks come first, so that blocks finish together: weights
+// that sum all rows and contexts, then weights that sum one row per pair, biases, queries.
 ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chunk) {
   const RegulationProblem<float>& f = p.forward;
-  BlockTasks tasks;
+  BlockTasks tasks(p.taken);
   const auto share_weights = [&](bool of_pairs) {
     for (int64_t i = 0; i < p.n_products(); ++i) {
       const WeightProduct product = weight_product(p, i);
       if (product.weight < 0 || product.of_pairs != of_pairs) continue;
-      tasks.share(row_blocks(product.outputs) * column_blocks(product.inputs),
-                  [&](int64_t block) { add_to_weight(p, chunk, i, block); });
+      const int64_t blocks = row_blocks(product.outputs) * column_blocks(product.inputs);
+      tasks.share(blocks * kWeightParts,
+                  [&](int64_t task) { add_to_weight(p, chunk, i, task % blocks, static_cast<int>(task / blocks)); });
     }
   };
-  share_weights(false);
   const int64_t context = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.first_tile);
   const int64_t last = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.end_tile - 1);
   const int64_t per_context = row_blocks(f.columns) * column_blocks(f.dim);
-  tasks.share((last + 1 - context) * per_context,
-              [&](int64_t task) { add_to_contexts(p, chunk, context + task / per_context, task % per_context); });
+  const auto share_contexts = [&] {
+    tasks.share((last + 1 - context) * per_context,
+                [&](int64_t task) { add_to_contexts(p, chunk, context + task / per_context, task % per_context); });
+  };
+  // The tiles of the average context set, with two terms per attention, beside a part of all tiles.
+  const bool contexts_first = 2 * p.n_attentions() * kWeightParts > last + 1 - context;
+  if (contexts_first) share_contexts();
+  share_weights(false);
+  if (!contexts_first) share_contexts();
   share_weights(true);
   for (int64_t i = 0; i < p.n_products(); ++i) {
     const WeightProduct product = weight_product(p, i);
@@ -161,6 +163,15 @@ ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chu
   const int64_t per_query = (f.dim + SumTile::kThreads - 1) / SumTile::kThreads;
   tasks.share(f.queries.n_sets * per_query,
               [&](int64_t task) { add_to_queries(p, chunk, task / per_query, task % per_query); });
+}
+
+// Adds up the parts of the gradients of weights. For all threads of the grid.
+ITM_FAST_DEVICE void add_weight_parts(const RegulationBackward& p) {
+  for_all_threads(p.n_weights, [&](int64_t i) {
+    float sum = p.weight_gradients[i];
+    for (int64_t part = 0; part < kWeightParts - 1; ++part) sum += p.weight_parts[part * p.n_weights + i];
+    p.weight_gradients[i] = sum;
+  });
 }
 
 // Rows that are exactly zero have no direction and receive no gradient. For all warps of the grid.
