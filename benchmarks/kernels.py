@@ -37,7 +37,7 @@ SET_ROWS, SET_SLICE_BYTES = 64, 256
 CHUNK, COLUMNS = 512, 128
 # Of a gradient, for a block that sums it over rows (row_sums.h).
 SUM_ROWS, SUM_COLUMNS = 48, 256
-WEIGHT_PARTS = 4
+WEIGHT_PARTS = 4  # of the tiles, for the gradients of weights
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
 SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16, ProductTile<112, 128, 2, 4, 4, 256>, 1>"

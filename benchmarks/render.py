@@ -42,7 +42,7 @@ from benchmarks.cpu_table import markdown, of_amx, summary
 from benchmarks.experiments.files import Experiment
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import as_list, in_short, verdicts_of_papers
+from benchmarks.experiments.verdicts import as_list, counted, in_short, verdicts_of_papers
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +53,8 @@ PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF":
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"].append("rcar-scenes")
 EXPERIMENTS["addr"].append("addr-regions")
-EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
+EXPERIMENTS["selhn"] += ["selhn-variants", "selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
+EXPERIMENTS["fdf"].append("fdf-variants")
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -116,6 +117,11 @@ def claims() -> str:
     return verdicts_of_papers({paper: (f"{name}.md", claimed(name)) for paper, name in PAPERS.items()})
 
 
+def claims_in_numbers() -> str:
+    """Render the numbers of claims that hold."""
+    return counted({paper: (f"performance/results/{name}.md", claimed(name)) for paper, name in PAPERS.items()})
+
+
 def claimed(name: str) -> list[tuple[Experiment, Path]]:
     """Return the experiments on a paper's claims, with the folders of their results."""
     found = []
@@ -144,7 +150,7 @@ def scaled() -> str:
 # Pages with the sections between their markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
-    ROOT / "docs" / "index.md": {"cpu": measured("cpu", summary)},
+    ROOT / "docs" / "index.md": {"cpu": measured("cpu", summary), "claims": claims_in_numbers},
     PERFORMANCE / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
         "cpu_amx": measured("cpu_amx", of_amx),

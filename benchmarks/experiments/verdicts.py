@@ -1,6 +1,6 @@
 """What the results of an experiment say of its claims: differences paired by seed, with intervals.
 
-Inside: `verdicts`, `verdicts_of_papers`, `in_short`, `as_list`, `interval`.
+Inside: `verdicts`, `verdicts_of_papers`, `counted`, `in_short`, `as_list`, `interval`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.experiments.files import MEASURES, Claim, Experiment
 from benchmarks.experiments.results import result_of
 
-__all__ = ["as_list", "in_short", "interval", "verdicts", "verdicts_of_papers"]
+__all__ = ["as_list", "counted", "in_short", "interval", "verdicts", "verdicts_of_papers"]
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -61,6 +61,16 @@ def verdicts_of_papers(papers: Mapping[str, tuple[str, Measured]]) -> str:
                 verdict, cost = _verdict(experiment, claim, results), _cost(experiment, claim, results)
                 cells = [f"[{paper}]({page})", claim.text, MEASURES[claim.of], *verdict, cost]
                 lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def counted(papers: Mapping[str, tuple[str, Measured]]) -> str:
+    """Render a table of the numbers of claims that hold, fail and are open; `papers` as in `verdicts_of_papers`."""
+    lines = ["| paper | claims that hold | that fail | open |", "| --- | ---: | ---: | ---: |"]
+    for paper, (page, experiments) in papers.items():
+        found = [verdict[-1].strip("*") for _, verdict in _verdicts(experiments)]
+        numbers = [str(found.count(verdict)) for verdict in ("holds", "fails", "open")]
+        lines.append(f"| [{paper}]({page}) | {' | '.join(numbers)} |")
     return "\n".join([*lines, ""])
 
 

@@ -15,7 +15,7 @@ from benchmarks.experiments import __main__ as tool
 from benchmarks.experiments import results, verdicts
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import as_list, in_short, interval, verdicts_of_papers
+from benchmarks.experiments.verdicts import as_list, counted, in_short, interval, verdicts_of_papers
 from itm_fast.files import atomic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,9 @@ def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pyt
     assert in_short(measured_ones) == "- **Open**: absurd rates help.\n"
     assert as_list(measured_ones) == "- **Open**: absurd rates help, diverged.\n"
     row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open | "
-    assert row in verdicts_of_papers({"Paper": ("page.md", measured_ones)})
+    papers = {"Paper": ("page.md", measured_ones)}
+    assert row in verdicts_of_papers(papers)
+    assert counted(papers).splitlines()[-1] == "| [Paper](page.md) | 0 | 0 | 1 |"
 
 
 def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

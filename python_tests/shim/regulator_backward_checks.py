@@ -121,7 +121,10 @@ def check_gradients(
 
 
 def check_all_gradients(kernels: RegulatorBackwardKernels) -> None:
-    """Check cases that planted faults must fail: chunks of one and of three tiles, bounds, zero rows, norms, long sets."""
+    """Check cases that planted faults must fail.
+
+    Chunks of one and of five tiles, many contexts, full tiles, bounds, zero rows, norms, long sets.
+    """
     sides = random_fragments([3, 1, 0, 12, 9, 8], 70), random_fragments([4, 17], 70, seed=1)
     for side in sides:
         side.values[2] = 0.0
@@ -130,8 +133,10 @@ def check_all_gradients(kernels: RegulatorBackwardKernels) -> None:
     gradients = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
     gradients[0, 1] = 0.0
     check_gradients(kernels, sides, parameters, gradients, run={"room": 0, "blocks": 2}, **options)
-    short = random_fragments([3, 30, 9], 20), random_fragments([7], 20, seed=1)
+    short = random_fragments([30, 30, 3, 30, 9], 20), random_fragments([7], 20, seed=1)
     for setting in ("rcr2, attended", "rcar2, guidance"):
-        check_gradients(kernels, short, random_parameters(setting, 20, 10), gradients[3:, :1])
+        check_gradients(kernels, short, random_parameters(setting, 20, 10), gradients[:5, :1])
+    many = random_fragments([5], 20), random_fragments([1] * 8, 20, seed=1)
+    check_gradients(kernels, many, random_parameters("rar1", 20, 10), gradients[1:5].flatten()[None])
     sides = random_fragments([40, 36], 70), random_fragments([70], 70, seed=1)
     check_gradients(kernels, sides, parameters, gradients[4:, :1], run={"room": 0, "blocks": 2}, **options)

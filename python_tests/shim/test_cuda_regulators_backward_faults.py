@@ -72,8 +72,13 @@ FAULTS = {
     ),
     "blocks that have not read the number of their task": (
         (TASKS, "    barrier();  // All have read it.\n", ""),
-        r"shared array 'next': (race at|read of|write of) index 0",
+        r"shared array 'next': race at index 0",
     ),
+    "two parts of the gradients of weights in one place": (
+        (SUMS, "part == 0 ? p.weight", "part <= 1 ? p.weight"),
+        ERROR,
+    ),
+    "contexts left out after the weights": ((SUMS, "  if (!contexts_first) share_contexts();\n", ""), ERROR),
     "the first part of the gradients of weights alone": ((KERNEL, "  add_weight_parts(p);\n", ""), ERROR),
     "parts of the gradients of weights that overlap": (
         (SUMS, "n_tiles * part /", "n_tiles * (part / 2) /"),

@@ -64,13 +64,14 @@ ITM_FAST_DEVICE void multiply_blocks(const CrossAttentionBackward<S>& p, const B
     of_contexts.n_rows = 0;
   }
   const bool queries_first = of_queries.depth >= of_contexts.depth;
-  BlockTasks tasks(p.taken);
-  const auto share = [&](const BlockProduct<S>& product) {
-    tasks.share(product.tasks(p.dim),
-                [&](int64_t task) { multiply_block<kAligned>(product, static_cast<int>(p.dim), task); });
-  };
-  share(queries_first ? of_queries : of_contexts);
-  share(queries_first ? of_contexts : of_queries);
+  const BlockProduct<S>&longest = queries_first ? of_queries : of_contexts,
+        &other = queries_first ? of_contexts : of_queries;
+  const int64_t of_longest = longest.tasks(p.dim);
+  BlockTasks(p.taken).share(of_longest + other.tasks(p.dim), [&](int64_t task) {
+    const bool is_longest = task < of_longest;
+    multiply_block<kAligned>(is_longest ? longest : other, static_cast<int>(p.dim),
+                             is_longest ? task : task - of_longest);
+  });
 }
 
 // Step 3, too: the sums of the tiles' terms. M goes to the place of the Gram matrices when it is complete.

@@ -6,7 +6,8 @@
 namespace itm_fast::cuda {
 
 // Hands out tasks of several kinds, to all blocks in the same order of kinds. `taken` counts the tasks that blocks have
-// taken; `restart` sets it to zero, which all blocks wait for before they take any.
+// taken; `restart` sets it to zero. A barrier of the grid is before each restart and after it, and there is one object
+// per restart.
 class BlockTasks {
  public:
   ITM_FAST_DEVICE static void restart(int32_t* taken) {

@@ -5,7 +5,8 @@
 // time as the arrays have room for, and computes, with a barrier of the grid after each step:
 //
 // 1. for each tile, the forward again, which keeps every step, then the steps in reverse (a block per tile);
-// 2. what the tiles add to the gradients of weights, contexts and queries (a block per part of a gradient).
+// 2. what the tiles add to the gradients of weights, contexts and queries (a block per part of a gradient; for weights,
+//    a block for a quarter of the tiles as well). The quarters are added up in order at the end.
 //
 // All products are on tensor cores, in float32. Each sum is in the order of the tiles, so results do not depend on the
 // order of blocks or threads, nor on their number.

@@ -55,8 +55,9 @@ inline void place_arrays(RegulationBackward& p, int64_t hidden_width, int64_t ro
   take(a.product, 1, std::max<int64_t>(dim, p.forward.columns));
 }
 
-// Lays out p's workspace, apart from operands, options, layers and results; returns the leading bytes that must be
-// zero. `hidden`: outputs of the widest hidden layer; `room`: numbers of the arrays, at least those of one tile.
+// Lays out p's workspace; p has operands, options, layers, and results with their sizes. Returns the leading bytes that
+// must be zero. `hidden`: outputs of the widest hidden layer; `room`: numbers of the arrays, at least those of one
+// tile.
 template <typename Tile>
 int64_t place_backward(RegulationBackward& p, const RegulationSizes& sizes, Workspace& workspace,
                        int64_t room = kRoomForRows) {
