@@ -53,7 +53,7 @@ PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF":
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"].append("rcar-scenes")
 EXPERIMENTS["addr"].append("addr-regions")
-EXPERIMENTS["selhn"] += ["selhn-variants", "selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
+EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 EXPERIMENTS["fdf"].append("fdf-variants")
 
 

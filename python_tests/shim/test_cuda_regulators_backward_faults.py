@@ -74,8 +74,8 @@ FAULTS = {
         (TASKS, "    barrier();  // All have read it.\n", ""),
         r"shared array 'next': race at index 0",
     ),
-    "two parts of the gradients of weights in one place": (
-        (SUMS, "part == 0 ? p.weight", "part <= 1 ? p.weight"),
+    "the first part of the gradients of weights left out": (
+        (SUMS, "float sum = p.weight_gradients[i];", "float sum = 0.0f;"),
         ERROR,
     ),
     "contexts left out after the weights": ((SUMS, "  if (!contexts_first) share_contexts();\n", ""), ERROR),
@@ -84,7 +84,6 @@ FAULTS = {
         (SUMS, "n_tiles * part /", "n_tiles * (part / 2) /"),
         ERROR,
     ),
-    "missing barrier after the sums": ((SUMS, "barrier();  // The sums have been read.", ""), RACE),
     "missing barrier of the grid before the sums": (
         (KERNEL, "    grid_barrier(p.arrived, ++round);\n    add_chunk", "    add_chunk"),
         ERROR,
