@@ -25,7 +25,7 @@ from itm_fast.data import layout, store_format
 from itm_fast.data.detections import DetectedPictures
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.features import BLOCK_BYTES
-from itm_fast.data.pack_notes import Notes
+from itm_fast.data.pack_notes import Notes, check_empty
 from itm_fast.data.pack_plan import check_shards, check_widths, ranges, sizes
 from itm_fast.data.picture_shards import write_shard as write_picture_shard
 from itm_fast.data.picture_sources import ResizedPictures
@@ -108,7 +108,11 @@ def check_target(target: Path) -> None:
     """Raise ValueError if a store cannot be written to `target`. Call it before long work."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target}: expected a folder for the store, found a file")
+    atomic.check_folder(target, target)
     atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
+    if not regular.is_present(target / store_format.UNFINISHED) and not store_format.is_store(target):
+        # Detected regions may remain of an interrupted import; packing checks whether it can use them.
+        check_empty(target, store_format.DETECTIONS)
 
 
 def pack_splits(

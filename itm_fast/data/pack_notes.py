@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,7 @@ class Notes:
             return
         if regular.is_present(self.path):
             self._take_up(folder)
-        elif folder.is_dir():
-            # A call that was killed before its first record leaves at most a temporary file.
-            atomic.remove_temporaries(self.path)
+        else:
             check_empty(folder, kept)
         for name in (MANIFEST, UNFINISHED, store_format.VOCABULARY):
             atomic.remove_temporaries(folder / name)
@@ -106,10 +105,12 @@ class Notes:
 
 
 def check_empty(folder: Path, kept: str | None = None) -> None:
-    """Raise ValueError if a folder contains anything but the lock and `kept`."""
+    """Raise ValueError if a folder contains anything but `kept`, the lock and temporary files of the notes."""
     known = (store_format.LOCK, kept)
-    paths = folder.iterdir() if folder.is_dir() else ()
-    found = min((path.name for path in paths if path.name not in known), default=None)
+    # A call that was killed before its first record leaves at most such a file.
+    temporary = atomic.temporary_pattern(UNFINISHED)
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    found = min((name for name in names if name not in known and not fnmatchcase(name, temporary)), default=None)
     if found is not None:
         raise ValueError(
             f"{folder}: expected an empty folder or a feature store, found {shown(found)}; choose another --out"

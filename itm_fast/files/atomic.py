@@ -98,10 +98,15 @@ def _temporary_name(target: Path) -> tuple[str, str]:
     return f".{target.stem}.", f".tmp{target.suffix}"
 
 
+def temporary_pattern(path: StrPath) -> str:
+    """Return the pattern of `fnmatch` for the names of temporary files of writers of `path`."""
+    prefix, suffix = map(glob.escape, _temporary_name(Path(path)))
+    return f"{prefix}{'?' * 8}{suffix}"
+
+
 def remove_temporaries(path: StrPath, root: StrPath | None = None) -> None:
     """Remove temporary files of killed writers of `path`. Call it only while no other process writes `path`."""
-    prefix, suffix = map(glob.escape, _temporary_name(Path(path)))
-    remove_matching(Path(path).with_name(f"{prefix}{'?' * 8}{suffix}"), root)
+    remove_matching(Path(path).with_name(temporary_pattern(path)), root)
 
 
 def remove_matching(pattern: StrPath, root: StrPath | None = None, *, kept: str | None = None) -> None:
@@ -166,7 +171,13 @@ def check_target(path: StrPath) -> None:
         raise ValueError(f"{path}: expected a file to write, found a folder")
     if target.parent.is_dir():
         check_entries(target.parent, [target.name])
-    nearest = next(parent for parent in target.absolute().parents if parent.exists())
+    check_folder(target.parent, path)
+
+
+def check_folder(folder: StrPath, path: StrPath) -> None:
+    """Raise ValueError if no file can be created in `folder`, which may be missing. The message names `path`."""
+    absolute = Path(folder).absolute()
+    nearest = next(one for one in (absolute, *absolute.parents) if one.exists())
     if not nearest.is_dir():
         raise ValueError(f"{path}: expected a folder at {nearest}, found a file")
     if not os.access(nearest, os.W_OK):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -18,8 +19,18 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from itm_fast import cli
-from itm_fast.data import BatchLoader, TokenizerVocabulary, Vocabulary, emoji, open_split, picture_lookup, picture_of
+from itm_fast.data import (
+    BatchLoader,
+    TokenizerVocabulary,
+    Vocabulary,
+    emoji,
+    open_split,
+    picture_folder,
+    picture_lookup,
+    picture_of,
+)
 from itm_fast.data.import_pictures import import_features
+from itm_fast.data.pack import check_target
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_folder import collect
 from itm_fast.data.picture_shards import StoredPictures
@@ -460,6 +471,35 @@ def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path, capsys: pytest
         "1 pair of near-identical pictures in different splits (full list after the import: "
         f"{tmp_path}/store/duplicates.txt):\n  {line}\n"
     )
+
+
+def test_a_folder_that_cannot_become_a_store_is_refused_before_pictures_are_read(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unexpected(*_given: object, **_options: object) -> None:
+        raise AssertionError("pictures are read")
+
+    monkeypatch.setattr(picture_folder, "collect", unexpected)
+    store = tmp_path / "store"
+    arguments += ["--out", store / "new"]
+    store.write_text("")
+    assert error(capsys, *arguments) == (1, f"{store}/new: expected a folder at {store}, found a file")
+    arguments[-1] = store
+    store.unlink()
+    store.mkdir()
+    (store / "notes.txt").write_text("")
+    assert error(capsys, *arguments) == (
+        1, f"{store}: expected an empty folder or a feature store, found 'notes.txt'; choose another --out"
+    )  # fmt: skip
+    (store / "notes.txt").unlink()
+    monkeypatch.setattr(os, "access", lambda _path, mode: mode != os.W_OK)
+    assert error(capsys, *arguments) == (1, f"{store}: the folder {store} is not writable")
+
+
+@pytest.mark.parametrize("name", ["packing.lock", "detections", ".unfinished.abcd1234.tmp.json", "unfinished.json"])
+def test_a_folder_of_an_interrupted_import_passes_the_first_check(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    check_target(tmp_path)
 
 
 def test_options_that_do_not_fit_are_one_line(
