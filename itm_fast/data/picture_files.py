@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import attrs
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
 from itm_fast.data.loading import _follow_main_process, _signals_blocked
@@ -80,9 +80,18 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
 
 @functools.cache
 def readable_formats() -> tuple[str, ...]:
-    """Return Pillow's names of the formats that are read: all but EPS, which Pillow runs Ghostscript for."""
+    """Return Pillow's names of the formats that are read.
+
+    Pillow recognises HDF5, MPEG, GRIB, BUFR and WMF but cannot decode them. For EPS, it runs Ghostscript.
+    """
     Image.init()
-    return tuple(name for name in Image.OPEN if name != "EPS")
+    return tuple(
+        name for name, (opener, _) in Image.OPEN.items() if name not in ("EPS", "MPEG") and not _is_stub(opener)
+    )
+
+
+def _is_stub(opener: object) -> bool:
+    return isinstance(opener, type) and issubclass(opener, ImageFile.StubImageFile)
 
 
 def _content(path: Path) -> bytes:

@@ -150,10 +150,17 @@ def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, P
 
 
 def pictures_in(images: Path) -> list[Path]:
-    """Return the files with a suffix of a format that Pillow reads, sorted."""
+    """Return the files with a suffix of a format that Pillow reads, sorted.
+
+    Names that begin with `._` are left out: macOS keeps a file's attributes under such a name beside it.
+    """
     formats = readable_formats()
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in formats}
-    return sorted(path for path in images.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+    return sorted(
+        path
+        for path in images.rglob("*")
+        if path.suffix.lower() in suffixes and not path.name.startswith("._") and path.is_file()
+    )
 
 
 def _look_at_all(

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from itm_fast.data.picture_files import MAX_PIXELS, decoded, look_at, near_duplicates, open_picture
+from itm_fast.data.picture_folder import pictures_in
 
 
 def quadrants(size: int = 16) -> np.ndarray:
@@ -132,6 +133,24 @@ def test_eps_is_not_read(tmp_path: Path) -> None:
     Image.fromarray(quadrants()).save(tmp_path / "a.eps")
     with pytest.raises(ValueError, match=r"a\.eps: not a picture in a format that Pillow reads"):
         open_picture(tmp_path / "a.eps")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x89HDF\r\n\x1a\n", b"\x00\x00\x01\xb3\x01\x00\x10\x00", b"GRIB\0\0\0\1", b"BUFR"]
+)
+def test_formats_without_a_decoder_are_not_pictures(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.png: not a picture in a format that Pillow reads"):
+        open_picture(tmp_path / "a.png")
+
+
+def test_a_folder_of_pictures_may_contain_other_files(tmp_path: Path) -> None:
+    (tmp_path / "cats").mkdir()
+    pictures = [tmp_path / "b.JPG", tmp_path / "cats" / "a.png"]
+    others = ["a.h5", "a.hdf", "a.mpg", "a.mpeg", "a.grib", "a.bufr", "a.wmf", "a.eps", "a.txt", "cats/._a.png"]
+    for path in (*pictures, *(tmp_path / name for name in others)):
+        path.touch()
+    assert pictures_in(tmp_path) == pictures
 
 
 def test_a_truncated_jpeg_is_refused(tmp_path: Path) -> None:
