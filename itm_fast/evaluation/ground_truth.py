@@ -1,6 +1,7 @@
 """Read the files that name the positives of COCO's captions: ECCV Caption, Crisscrossed Captions, plausible matches.
 
-Inside: `Ids`, `read_ids`, `Positives`, `read_positives`, `read_ratings`, `rated_positives`, `Ratings`.
+Inside: `Ids`, `read_ids`, `Positives`, `read_positives`, `read_ratings`, `rated_positives`, `Ratings`,
+`OtherSplitError`.
 
 Files are read where the user has them; nothing is downloaded. They name images and captions by their numbers in COCO.
 """
@@ -21,7 +22,16 @@ from itm_fast.files.arrays import open_array
 from itm_fast.files.documents import read_json, read_text
 from itm_fast.files.messages import shown
 
-__all__ = ["Ids", "Positives", "Ratings", "rated_positives", "read_ids", "read_positives", "read_ratings"]
+__all__ = [
+    "Ids",
+    "OtherSplitError",
+    "Positives",
+    "Ratings",
+    "rated_positives",
+    "read_ids",
+    "read_positives",
+    "read_ratings",
+]
 
 Counts = npt.NDArray[np.int64]
 
@@ -139,6 +149,10 @@ class Ratings:
     ratings: npt.NDArray[np.float64]
 
 
+class OtherSplitError(ValueError):
+    """Ratings name an image or caption that the scores lack."""
+
+
 def read_ratings(path: Path, first: Counts, second: Counts) -> Ratings:
     """Read a file of Crisscrossed Captions, such as `sits_test.csv`: two numbers, the mean rating, the sampling method.
 
@@ -149,7 +163,8 @@ def read_ratings(path: Path, first: Counts, second: Counts) -> Ratings:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is damaged, or names an image or caption that the scores lack.
+        OtherSplitError: the file names an image or caption that the scores lack.
+        ValueError: the file is damaged.
     """
     lines = csv.reader(io.StringIO(read_text(path, _MAX_BYTES, "utf-8-sig"), newline=""), strict=True)
     try:
@@ -169,7 +184,7 @@ def read_ratings(path: Path, first: Counts, second: Counts) -> Ratings:
         for side, places, text in zip(sides, known, row, strict=False):
             number = _number(text, where)
             if number not in places:
-                raise ValueError(
+                raise OtherSplitError(
                     f"{where}: {shown(text)} is not among the numbers of the scores: ratings of another split?"
                 )
             side.append(places[number])

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from itm_fast.evaluation.correlation import sampled_spearman, spearman
-from itm_fast.evaluation.ground_truth import Ids, Positives, Ratings, rated_positives, read_positives, read_ratings
+from itm_fast.evaluation.ground_truth import (
+    Ids,
+    OtherSplitError,
+    Positives,
+    Ratings,
+    rated_positives,
+    read_positives,
+    read_ratings,
+)
 from itm_fast.evaluation.many_positives import positive_measures
 from itm_fast.evaluation.measures import Measures
 from itm_fast.evaluation.plausible import plausible_precision, read_classes
@@ -132,16 +140,7 @@ def _warn_of_order(owners: np.ndarray, truth: Positives, description: str) -> No
 def _cxc(
     source: ScoreSource, caption_image: Tensor, folder: Path, ids: Ids, samples: int, seed: int, progress: bool
 ) -> Scored:
-    sides = {"sits": (ids.captions, ids.images), "sts": (ids.captions,) * 2, "sis": (ids.images,) * 2}
-    ratings: dict[str, Ratings] = {}
-    for task, (first, second) in sides.items():
-        path = next((folder / f"{task}_{split}.csv" for split in ("test", "val") if _names(folder, task, split)), None)
-        if path is not None:
-            ratings[task] = read_ratings(path, first, second)
-    if "sits" not in ratings:
-        raise ValueError(
-            f"{folder}: expected sits_test.csv of Crisscrossed Captions, and sts_test.csv and sis_test.csv"
-        )
+    ratings = _ratings(folder, ids)
     measures = Measures([np.arange(source.n_images)], source.n_images)
     recalls = {f"r{k}": f"r{k}" for k in (1, 5, 10)}
     _add_positives(measures, source, caption_image, rated_positives(ratings["sits"]), recalls, "cxc", progress)
@@ -164,8 +163,30 @@ def _cxc(
     return scored
 
 
-def _names(folder: Path, task: str, split: str) -> bool:
-    return regular.is_present(folder / f"{task}_{split}.csv")
+def _ratings(folder: Path, ids: Ids) -> dict[str, Ratings]:
+    """Read the ratings of each task, from the first split whose SITS has no other images and captions than the scores.
+
+    Raises:
+        OtherSplitError: no split has; the message is about the first one.
+        ValueError: there is no file of SITS, or a file is damaged.
+    """
+    others: list[OtherSplitError] = []
+    for split in ("test", "val"):
+        paths = {task: folder / f"{task}_{split}.csv" for task in ("sits", "sts", "sis")}
+        if not regular.is_present(paths["sits"]):
+            continue
+        try:
+            ratings = {"sits": read_ratings(paths["sits"], ids.captions, ids.images)}
+        except OtherSplitError as error:
+            others.append(error)
+            continue
+        for task, known in (("sts", ids.captions), ("sis", ids.images)):
+            if regular.is_present(paths[task]):
+                ratings[task] = read_ratings(paths[task], known, known)
+        return ratings
+    if others:
+        raise others[0]
+    raise ValueError(f"{folder}: expected sits_test.csv of Crisscrossed Captions, and sts_test.csv and sis_test.csv")
 
 
 def _pair_scores(source: ScoreSource, task: str, rated: Ratings) -> np.ndarray | None:

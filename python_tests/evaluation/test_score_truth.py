@@ -196,11 +196,11 @@ def test_r_precision_by_the_score_at_rank_r() -> None:
         assert float(r_precision(torch.from_numpy(scores), torch.from_numpy(right))) == pytest.approx(expected)
 
 
-def write_ratings(folder: Path, task: str) -> list[tuple[int, int, float]]:
+def write_ratings(folder: Path, task: str, split: str = "test", ids: Ids = IDS) -> list[tuple[int, int, float]]:
     random = np.random.default_rng(len(task) + ord(task[1]))
     caption, image = "COCO_val2014:sentid:{}", "COCO_val2014_{:012d}.jpg"
     sides = {"sits": (caption, image), "sts": (caption, caption), "sis": (image, image)}[task]
-    numbers = [IDS.captions if side is caption else IDS.images for side in sides]
+    numbers = [ids.captions if side is caption else ids.images for side in sides]
     rows = []
     for _ in range(80):
         first, second = (int(random.integers(0, len(known))) for known in numbers)
@@ -210,7 +210,7 @@ def write_ratings(folder: Path, task: str) -> list[tuple[int, int, float]]:
         f"{sides[0].format(numbers[0][a])},{sides[1].format(numbers[1][b])},{rating},c2i_intrasim"
         for a, b, rating in rows
     ]
-    (folder / f"{task}_test.csv").write_text("\n".join(lines) + "\n")
+    (folder / f"{task}_{split}.csv").write_text("\n".join(lines) + "\n")
     return rows
 
 
@@ -247,6 +247,35 @@ def test_crisscrossed_captions(tmp_path: Path) -> None:
         of_matrix = scored("cxc", tmp_path, images @ captions.T)
     assert [str(line.message).split()[9] for line in caught] == ["STS,", "SIS,"]
     assert of_matrix == pytest.approx({name: v for name, v in expected.items() if not name.startswith(("sts", "sis"))})
+
+
+def test_the_split_of_crisscrossed_captions_is_that_of_the_scores(tmp_path: Path) -> None:
+    random = np.random.default_rng(9)
+    source = EmbeddingScores(random.standard_normal((N, 6)), random.standard_normal((M, 6)), similarity="dot")
+    others = Ids(IDS.images + 1000, IDS.captions + 100_000)
+    both, alone = tmp_path / "both", tmp_path / "alone"
+    for folder in (both, alone):
+        folder.mkdir()
+        for task in ("sits", "sts", "sis"):
+            write_ratings(folder, task, "val")
+    for task in ("sits", "sts", "sis"):
+        write_ratings(both, task, "test", others)
+    of_both, of_alone = (
+        score_truth("cxc", source, OWNERS, folder, IDS, samples=30).summary for folder in (both, alone)
+    )
+    assert of_both == of_alone
+    assert {name for name in of_both if name.endswith("_all")} == {
+        f"{task}_spearman_all" for task in ("sits", "sts", "sis")
+    }
+    # Of scores of neither split, the message is about the test.
+    neither = Ids(IDS.images + 2000, IDS.captions + 200_000)
+    with pytest.raises(ValueError, match=r"sits_test\.csv: line 2: .* is not among the numbers of the scores"):
+        score_truth("cxc", source, OWNERS, both, neither)
+    # A damaged file is not taken for one of another split.
+    damaged = both / "sits_test.csv"
+    damaged.write_text("a,b,c\n")
+    with pytest.raises(ValueError, match=r"sits_test\.csv: expected a third column agg_score"):
+        score_truth("cxc", source, OWNERS, both, IDS)
 
 
 def test_lost_scores_are_the_lowest_of_crisscrossed_captions(tmp_path: Path) -> None:
