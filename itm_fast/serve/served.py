@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from itm_fast.search import Index
-from itm_fast.search.members import Models
+from itm_fast.search.members import Members, Models
 from itm_fast.serve.metrics import Metrics
 
 __all__ = ["Served"]
@@ -33,7 +33,7 @@ class Served:
         metrics: counts reloads and items.
 
     Attributes:
-        index: the open index; requests take it once and keep it.
+        index: the open index; it is replaced, never reloaded. Requests take it once and keep it.
         failed: whether the index on disk has changed and cannot be opened. The earlier one is served.
 
     Raises:
@@ -41,21 +41,24 @@ class Served:
     """
 
     def __init__(self, path: Path, checkpoints: Models | None, device: torch.device | str, metrics: Metrics) -> None:
-        self._open: Callable[[], Index] = lambda: Index.open(path, checkpoints, device=device)
+        self._open: Callable[[Models | Members | None], Index] = lambda model: Index.open(path, model, device=device)
+        self._checkpoints = checkpoints
         self._metrics = metrics
         self._failures = self._skipped = 0
         self._logged = ""
-        self.index = self._loaded()
+        self.index = self._prepared(checkpoints)
         self._count()
 
     @property
     def failed(self) -> bool:
         return self._failures > 0
 
-    def _loaded(self) -> Index:
-        index = self._open()
-        index.members  # noqa: B018 - loads the models, so that no request waits for them.
-        _prepare(index)
+    def _prepared(self, model: Models | Members | None) -> Index:
+        """Open the index on disk, and do now what the first request would wait for."""
+        index = self._open(model)
+        index.members  # noqa: B018 - loads the models.
+        # The table of ids takes 0.2 s per million items.
+        index.snapshot.sides["images"].ids  # noqa: B018
         return index
 
     def refresh(self) -> bool:
@@ -88,16 +91,10 @@ class Served:
 
     def _reload(self) -> None:
         try:
-            self.index.reload()
-            _prepare(self.index)
+            self.index = self._prepared(self.index.members)
         except ValueError:
-            self.index = self._loaded()
+            self.index = self._prepared(self._checkpoints)
 
     def _count(self) -> None:
         for side in ("images", "captions"):
             self._metrics.items.labels(side).set(self.index.size(side))
-
-
-def _prepare(index: Index) -> None:
-    """Make the table of ids, which takes 0.2 s per million items."""
-    index.snapshot.sides["images"].ids  # noqa: B018

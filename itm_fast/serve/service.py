@@ -100,12 +100,12 @@ class Service:
         return answers.facts(self.served.index, self.limits)
 
     def health(self) -> dict[str, Any]:
-        manifest = self.served.index.manifest
+        index = self.served.index
         return {
             "status": "stale" if self.served.failed else "ok",
-            "generation": manifest.generation,
-            "images": self.served.index.size("images"),
-            "captions": self.served.index.size("captions"),
+            "generation": index.manifest.generation,
+            "images": index.size("images"),
+            "captions": index.size("captions"),
         }
 
     def picture(self, name: str) -> bytes:

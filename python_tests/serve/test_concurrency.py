@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,10 @@ from itm_fast.files import atomic
 from itm_fast.search import Index
 from itm_fast.serve import Limits, create_app
 from itm_fast.serve import service as service_module
+from itm_fast.serve.metrics import Metrics
+from itm_fast.serve.queue import Query, Queue
+from itm_fast.serve.served import Served
+from itm_fast.serve.service import Service
 from python_tests.helpers.emoji_index import emoji_dataset, emoji_model, write_emoji_index
 from python_tests.helpers.processes import HANGS
 
@@ -169,6 +175,38 @@ def test_a_query_of_a_client_that_left_is_not_computed(served_index: Path, held:
     asyncio.run(scenario())
     assert held.calls == [["face"]]
     assert [message["status"] for message in sent if message["type"] == "http.response.start"] == [200]
+
+
+def test_an_answer_names_the_index_that_it_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, metrics = write_emoji_index(tmp_path), Metrics()
+    service = Service(Served(path, None, "cpu", metrics), Limits(), metrics)
+    before, members = weakref.ref(service.served.index), service.served.index.members
+    search = Queue.search
+
+    async def then_changed(queue: Queue, index: Index, query: Query) -> Any:
+        results = await search(queue, index, query)
+        monkeypatch.undo()
+        Index.open(path).delete([results.hits[0].item.id])
+        assert service.served.refresh()
+        return results
+
+    monkeypatch.setattr(Queue, "search", then_changed)
+
+    async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
+        async with service.running():
+            query = Query("texts", "dark face", 5)
+            return await service.search(query), await service.search(query)
+
+    first, second = asyncio.run(scenario())
+    assert (first["generation"], second["generation"]) == (1, 2)
+    assert first["revision"] != second["revision"] == service.facts()["revision"]
+    best = first["hits"][0]
+    assert best["picture"]
+    assert best["id"] not in [hit["id"] for hit in second["hits"]]
+    # The models are not loaded again, and the earlier index is released.
+    assert service.served.index.members is members
+    gc.collect()
+    assert before() is None
 
 
 def test_a_changed_index_is_opened_while_serving(
