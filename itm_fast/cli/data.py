@@ -187,9 +187,10 @@ def _cell(value: object) -> str:
 
 def _print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(*header)
+    # Folded, because file names that are cut off look the same.
+    table = Table(*(Column(name, overflow="fold") for name in header))
     for row in rows:
         table.add_row(*(escape(printable(text)) for text in row))
     console.print(table)

@@ -159,11 +159,13 @@ def _check_lines(index: Index, file: Path | None, lines: dict[int, str]) -> None
 def _print(results: Results) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from itm_fast.files.messages import printable, shortened
 
-    table = Table("", "score", "id", "caption", title=escape(printable(shortened(results.query))), title_justify="left")
+    # Folded, because ids that are cut off look the same and cannot be used for --like.
+    long = (Column(name, overflow="fold") for name in ("id", "caption"))
+    table = Table("", "score", *long, title=escape(printable(shortened(results.query))), title_justify="left")
     for hit in results.hits:
         cells = (hit.item.id, hit.item.captions[0] if hit.item.captions else hit.item.picture)
         table.add_row(str(hit.rank), f"{hit.score:.4f}", *(escape(printable(cell)) for cell in cells))

@@ -113,6 +113,18 @@ def test_row_numbers_as_ids_are_ignored(folder: Path) -> None:
 # Problems
 
 
+def test_long_ids_are_whole_in_the_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "train2014/COCO_train2014_000000391895.jpg"
+    for split in ("train", "test"):
+        edit_line(folder / f"{split}_ids.txt", 1, name.encode())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["data", "check", str(folder)]) == 1
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert "".join(row[-2].strip() for row in rows).endswith(name)
+
+
 def lines(*numbers: int) -> tuple[str, ...]:
     return tuple(f"line {number}" for number in numbers)
 

@@ -54,6 +54,20 @@ def test_an_index_is_built_and_searched(
         assert re.search(rf"{hit.rank} +│ +{hit.score:.4f} +│ +{hit.item.id} ", table)
 
 
+def test_long_ids_are_whole_in_the_table(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = [f"train2014/COCO_train2014_{number:012d}.jpg" for number in (391895, 391896)]
+    features = np.load(data / "test_ims.npy")[:2]
+    scan().save(tmp_path / "run")
+    Index.build(tmp_path / "run", features, tmp_path / "index", ids=ids, captions=["red ball " * 20, "dog" * 50])
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [line.split("│") for line in output(capsys, "search", tmp_path / "index", "red").splitlines() if "│" in line]
+    found = "".join(row[3].strip() for row in rows)
+    assert found in ("".join(ids), "".join(reversed(ids)))
+    assert "dog" * 50 in "".join(row[4].strip() for row in rows)
+
+
 def test_pictures_are_added_and_deleted(
     emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
