@@ -55,7 +55,8 @@ def check_text(members: Members, text: object) -> str:
 
     Raises:
         TypeError: the query is no text.
-        ValueError: the query is empty or too long, or a model knows none of its words.
+        ValueError: the query is empty, has too many characters or more tokens than a model reads, or a model knows none
+            of its words.
     """
     if not isinstance(text, str):
         raise TypeError(f"query: expected a text, got {shown(text)}")
@@ -69,8 +70,12 @@ def check_text(members: Members, text: object) -> str:
         if vocabulary is None:
             continue
         unknown = {vocabulary.start, vocabulary.end, vocabulary.pad, vocabulary.unk}
-        if set(vocabulary.encode(text)) <= unknown:
+        tokens = vocabulary.encode(text)
+        if set(tokens) <= unknown:
             raise ValueError(f"query: the model knows none of the words of {shown(text)}")
+        longest = model.max_caption_length
+        if longest is not None and len(tokens) > longest:
+            raise ValueError(f"query: the model reads at most {longest} tokens, got {len(tokens)}: {shown(text)}")
     return text
 
 
@@ -80,7 +85,7 @@ def _check_some(queries: Sized) -> None:
 
 
 def of_texts(members: Members, texts: str | Sequence[str]) -> Queries:
-    """Encode texts. Raises as `check_text`, and ValueError if a text has more tokens than a model reads."""
+    """Encode texts. Raises as `check_text`, and ValueError if there is no text."""
     given = [texts] if isinstance(texts, str) else list(texts)
     checked = [check_text(members, text) for text in given]
     _check_some(checked)

@@ -118,6 +118,20 @@ def test_a_line_that_is_no_query_is_named_before_any_search(
     assert error(capsys, "search", index, "--queries", file, "--json") == (1, message)
 
 
+def test_a_line_with_too_many_tokens_is_named_before_any_search(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models.MatchingModel, "max_caption_length", 12)
+    file = tmp_path / "queries.txt"
+    # More lines than are encoded at a time. The start and the end are tokens, too.
+    fits, long = "red " * 9 + "ball", "red " * 10 + "ball"
+    file.write_text(f"{fits}\n" * 70 + f"{long}\n")
+    message = f"query: the model reads at most 12 tokens, got 13: '{long}'"
+    assert error(capsys, "search", index, "--queries", file, "--json") == (1, f"{file}: line 71: {message}")
+    assert error(capsys, "search", index, fits, long) == (1, message)
+    assert output(capsys, "search", index, fits, "--json").count('"query"') == 1
+
+
 def test_data_without_a_training_split_learn_from_those_of_the_run(
     data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
