@@ -23,6 +23,8 @@ from itm_fast.evaluation.ranks import FoldRanks, Ranks
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.evaluation.streaming import stream_ranks
 from itm_fast.functional import recall_summary, retrieval_ranks
+from itm_fast.ops.retrieval import check_caption_image
+from itm_fast.reference import validation
 
 __all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores", "fold_indices", "mean_summary", "ranks_summary"]
 
@@ -64,8 +66,8 @@ def evaluate(
         All values are means over the folds.
 
     Raises:
-        ValueError: `first_images` is out of range, `folds` does not divide the number of images, or a fold has no
-            captions.
+        ValueError: a caption belongs to no image of the data set, `first_images` is out of range, `folds` does not
+            divide the number of images, or a fold has no captions.
     """
     members, _ = evaluate_ensemble(
         [(model, dataset)],
@@ -116,8 +118,7 @@ def evaluate_ensemble(
         One summary per member, in their order, and the summary of the ensemble.
 
     Raises:
-        ValueError: there is no member, the data sets differ in their images or captions, `folds` does not divide the
-            number of images, or a fold has no captions.
+        ValueError: there is no member, the data sets differ in their images or captions, or as in `evaluate`.
     """
     if not members:
         raise ValueError("members: expected at least one model with its data set")
@@ -206,8 +207,9 @@ def evaluate_scores(
         The summary, as in `evaluate`.
 
     Raises:
-        ValueError: as in `evaluate`.
+        ValueError: as in `evaluate`, or `caption_image` has another length than `scores` has columns.
     """
+    validation.check_shape("caption_image", caption_image, scores.shape[1:], "as many as scores has columns")
     summaries = []
     for images, captions in fold_indices(caption_image, scores.shape[0], folds, first_images):
         block = scores[int(images[0]) : int(images[-1]) + 1]
@@ -227,7 +229,14 @@ def evaluate_scores(
 def fold_indices(
     caption_image: Tensor, n_images: int, folds: int, first_images: int | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the indices of the images and of the captions of each fold, in ascending order."""
+    """Return the indices of the images and of the captions of each fold, in ascending order.
+
+    Raises:
+        ValueError: a caption belongs to no image, `first_images` is out of range, or `folds` does not divide the number
+            of images.
+    """
+    # Before the choice of images: captions of images that are left out must belong to an image, too.
+    check_caption_image(caption_image, n_images)
     if first_images is not None:
         if not 1 <= first_images <= n_images:
             raise ValueError(f"first_images: expected 1 to {n_images}, the number of images, got {first_images}")

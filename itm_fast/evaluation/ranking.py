@@ -20,6 +20,7 @@ from itm_fast.evaluation.protocols import fold_indices, mean_summary, ranks_summ
 from itm_fast.evaluation.ranks import FoldRanks, Ranks
 from itm_fast.evaluation.score_sources import ScoreSource
 from itm_fast.evaluation.suspicion import Look
+from itm_fast.reference import validation
 
 __all__ = ["TILE_CAPTIONS", "TILE_IMAGES", "Ranking", "rank_folds", "saved_rankings", "summarize"]
 
@@ -77,8 +78,9 @@ def rank_folds(
         description: label of the progress bar.
 
     Raises:
-        ValueError: as in `evaluate`.
+        ValueError: as in `evaluate`, or `caption_image` has another length than the number of captions.
     """
+    validation.check_shape("caption_image", caption_image, (source.n_captions,), "as many as there are captions")
     parts = fold_indices(caption_image, source.n_images, folds, first_images)
     steps = sum(-(-len(images) // TILE_IMAGES) * -(-len(captions) // TILE_CAPTIONS) for images, captions in parts)
     with tqdm(total=steps, desc=description, unit="tile", leave=False, disable=None if progress else True) as bar:

@@ -60,6 +60,9 @@ def score_protocol(
         top: number of best matches to keep for each query.
         look: collects what is suspicious about the scores.
         progress: show a progress bar if stderr is a terminal.
+
+    Raises:
+        ValueError: as in `rank_folds`, or the protocol has other folds.
     """
     rankings = rank_folds(
         source,

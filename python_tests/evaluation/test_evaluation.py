@@ -195,6 +195,27 @@ def test_bad_protocols(options: dict, message: str) -> None:
         evaluate(TableModel(table), Gallery(owners.tolist(), 12), **options)
 
 
+@pytest.mark.parametrize(
+    ("owners", "message"),
+    [
+        (torch.arange(25) // 5 + 1, "caption_image: expected images from 0 to 4, got 5 for caption 20"),
+        (torch.arange(25) // 5 - 1, "caption_image: expected images from 0 to 4, got -1 for caption 0"),
+        (torch.arange(20) // 5, "caption_image: expected shape (25,) as many as scores has columns, got (20,)"),
+        (torch.arange(30) // 6, "caption_image: expected shape (25,) as many as scores has columns, got (30,)"),
+    ],
+)
+def test_owners_that_do_not_fit_the_scores(owners: Tensor, message: str) -> None:
+    table = torch.eye(5).repeat_interleave(5, 1)
+    for chosen in ({}, {"first_images": 4}):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            evaluate_scores(table, owners, **chosen)
+
+
+def test_owners_outside_the_images_of_a_data_set() -> None:
+    with pytest.raises(ValueError, match=r"^caption_image: expected images from 0 to 1, got 2 for caption 1$"):
+        evaluate(TableModel(random_table(2, 2)), Gallery([1, 2], 2), first_images=1)
+
+
 def test_bad_tiles() -> None:
     for name in ("tile_images", "tile_captions"):
         with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):

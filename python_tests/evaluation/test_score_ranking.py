@@ -96,6 +96,21 @@ def test_optimistic_ties() -> None:
         assert summary["t2i_r1"] == summary["i2t_r1"] == recall
 
 
+@pytest.mark.parametrize(
+    ("owners", "message"),
+    [
+        (OWNERS + 1, "caption_image: expected images from 0 to 11, got 12 for caption 55"),
+        (OWNERS - 1, "caption_image: expected images from 0 to 11, got -1 for caption 0"),
+        (OWNERS[:55], "caption_image: expected shape (60,) as many as there are captions, got (55,)"),
+        (torch.arange(65) // 6, "caption_image: expected shape (60,) as many as there are captions, got (65,)"),
+    ],
+)
+def test_owners_that_do_not_fit_the_scores(owners: torch.Tensor, message: str) -> None:
+    for chosen in ({}, {"first_images": 6}):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            score_protocol("full", MatrixScores(table()), owners, **chosen)
+
+
 # Intervals and tests
 
 
