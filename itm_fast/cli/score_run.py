@@ -5,6 +5,7 @@ Inside: `run_score`, `score_by_truth`, `truth_ids`.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,9 +36,7 @@ def run_score(options: ScoreOptions) -> None:
     from itm_fast.files.documents import json_text
     from itm_fast.files.processors import set_threads
 
-    for target in (options.json_file, options.rankings, options.report):
-        if target is not None:
-            atomic.check_target(target)
+    _check_targets(options)
     for name in options.protocols:
         folds_of(name, options.folds)
         if PROTOCOLS[name].truth:
@@ -117,6 +116,31 @@ def truth_ids(truth: TruthOptions, n_images: int, n_captions: int) -> Ids:
 
     _, image_ids, caption_ids = truth.paths()
     return Ids(read_ids(image_ids, n_images, "images"), read_ids(caption_ids, n_captions, "captions"))
+
+
+def _check_targets(options: ScoreOptions) -> None:
+    """Raise ValueError if a target cannot be written, is a file that the command reads, or is given twice."""
+    from itm_fast.files import atomic
+
+    read = {
+        "FILE": options.scores,
+        "--image-embeddings": options.image_embeddings,
+        "--caption-embeddings": options.caption_embeddings,
+        "--caption-image": options.caption_image,
+        "--against": options.against,
+        "--image-ids": options.truth.image_ids,
+        "--caption-ids": options.truth.caption_ids,
+    }
+    written = {"--json": options.json_file, "--rankings": options.rankings, "--report": options.report}
+    # In contrast to Path.resolve, realpath accepts loops of links, which the later steps report.
+    given = {os.path.realpath(path): option for option, path in read.items() if path is not None}
+    for option, target in written.items():
+        if target is None:
+            continue
+        atomic.check_target(target)
+        other = given.setdefault(os.path.realpath(target), option)
+        if other != option:
+            raise ValueError(f"{option}: {target} is also given as {other}; choose another file to write")
 
 
 def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Look | None) -> list[Scored]:

@@ -238,6 +238,33 @@ def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert error(capsys, "score", *arguments) == (1, message)
 
 
+def test_targets_spare_the_inputs_and_each_other(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = file.read_bytes()
+    link = tmp_path / "link.npy"
+    link.symlink_to(file)
+    own = tmp_path / "own"
+    for option in ("--json", "--rankings", "--report"):
+        for arguments, target, other in (
+            ([file], file, "FILE"),
+            ([link], file, "FILE"),
+            (["--image-embeddings", file, "--caption-embeddings", own], file, "--image-embeddings"),
+            (["--image-embeddings", own, "--caption-embeddings", file], file, "--caption-embeddings"),
+            ([file, "--caption-image", own], own, "--caption-image"),
+            ([file, "--against", own], own, "--against"),
+            ([file, "--image-ids", own], own, "--image-ids"),
+            ([file, "--caption-ids", own], own, "--caption-ids"),
+        ):
+            message = f"{option}: {target} is also given as {other}; choose another file to write"
+            assert error(capsys, "score", *arguments, option, target) == (1, message)
+    for first, second in (("--json", "--rankings"), ("--json", "--report"), ("--rankings", "--report")):
+        message = f"{second}: {own} is also given as {first}; choose another file to write"
+        assert error(capsys, "score", file, first, own, second, own) == (1, message)
+    assert file.read_bytes() == before
+    assert not own.exists()
+
+
 def test_evaluate_takes_the_protocols(
     data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
