@@ -38,6 +38,7 @@ def report_protocol(
         rows = {result.name: result.summary, **({} if other is None else {other[0]: other[1].summary})}
         typer.echo(recall_table(rows))
     else:
+        content["ties"] = "pessimistic"
         typer.echo(result.name)
     ends = intervals(result.measures, samples=bootstrap, seed=seed) if bootstrap else {}
     if ends:

@@ -54,7 +54,7 @@ def write_page(
     facts = [
         ("Images", f"{source.n_images:,}"),
         ("Captions", f"{source.n_captions:,}"),
-        ("Ties", "count as errors" if content["ties"] == "pessimistic" else "do not count as errors"),
+        ("Ties", _ties(content)),
         ("Resamples of the images", f"{content['bootstrap']['samples']:,}, seed {content['bootstrap']['seed']}"),
         *([("Exchanges for p", f"{content['permutations']:,}")] if "permutations" in content else []),
         *(("Scores", name) for name in content["scores"]),
@@ -77,6 +77,13 @@ def write_page(
             credits=credits,
         ),
     )
+
+
+def _ties(content: Mapping[str, Any]) -> str:
+    if content["ties"] == "pessimistic":
+        return "count as errors"
+    exempt = [name for name, measures in content["protocols"].items() if "ties" in measures]
+    return "do not count as errors" + (f", except in {', '.join(exempt)}" if exempt else "")
 
 
 def _table(name: str, measures: Mapping[str, Any]) -> MeasureTable:

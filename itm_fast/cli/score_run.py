@@ -41,6 +41,9 @@ def run_score(options: ScoreOptions) -> None:
         folds_of(name, options.folds)
         if PROTOCOLS[name].truth:
             options.truth.paths()
+    if all(PROTOCOLS[name].truth for name in options.protocols):
+        # Protocols with their own positives always count ties as errors, so their rankings and warnings do, too.
+        options = attrs.evolve(options, ties="pessimistic")
     set_threads(options.threads)
     dataset = open_data(options)
     known = known_captions(options, dataset)
@@ -57,7 +60,7 @@ def run_score(options: ScoreOptions) -> None:
     looked_at = next((result for result in results if result.rankings), None)
     if looked_at is None:
         looked_at = _score(attrs.evolve(options, protocols=["full"], folds=1), source, owners, look)[0]
-    found = suspicions(source, owners, look, [fold.ranks for fold in looked_at.rankings])
+    found = suspicions(source, owners, look, [fold.ranks for fold in looked_at.rankings], options.ties)
     for line in found:
         warnings.warn(line, stacklevel=2)
     others = None if second is None else _score(options, second.source, owners, None)

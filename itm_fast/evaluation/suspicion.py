@@ -82,7 +82,9 @@ class _Extremes:
         return ((self._lowest == self._highest) & (self._count > 1)).nonzero().squeeze(1)
 
 
-def suspicions(source: ScoreSource, caption_image: Tensor, look: Look, ranks: Sequence[Ranks]) -> list[str]:
+def suspicions(
+    source: ScoreSource, caption_image: Tensor, look: Look, ranks: Sequence[Ranks], ties: str = "pessimistic"
+) -> list[str]:
     """Return one line for each thing that is suspicious about scores.
 
     Args:
@@ -90,6 +92,7 @@ def suspicions(source: ScoreSource, caption_image: Tensor, look: Look, ranks: Se
         caption_image: index of the image of each caption, int64 `(n_captions,)`.
         look: what was seen in all tiles.
         ranks: the ranks of each fold.
+        ties: how they were counted, as in `itm_fast.functional.retrieval_ranks`.
     """
     found = []
     if look.nan:
@@ -111,6 +114,7 @@ def suspicions(source: ScoreSource, caption_image: Tensor, look: Look, ranks: Se
             )
     found += _captions_per_image(caption_image, source.n_images)
     found += _wrong_layout(source, caption_image, ranks)
+    count = "count" if ties == "pessimistic" else "do not count"
     for kind, counts in (
         ("images", torch.cat([fold.image_ties for fold in ranks])),
         ("captions", torch.cat([fold.text_ties for fold in ranks])),
@@ -118,7 +122,7 @@ def suspicions(source: ScoreSource, caption_image: Tensor, look: Look, ranks: Se
         tied = int((counts > 0).sum())
         if tied >= _TIES or 2 * tied > len(counts):
             found.append(
-                f"for {tied:,} of {len(counts):,} {kind}, other pairs tie with the matching one; ties count as "
+                f"for {tied:,} of {len(counts):,} {kind}, other pairs tie with the matching one; ties {count} as "
                 "errors: are the scores rounded or saturated, or saved in half precision?"
             )
     return found

@@ -146,7 +146,8 @@ def test_rankings(file: Path, tmp_path: Path) -> None:
 def test_distances_and_optimistic_ties(tmp_path: Path) -> None:
     np.save(tmp_path / "scores.npy", -table().round())
     for flags, negated in ((["--distances"], -1.0), (["--distances", "--optimistic-ties"], -1.0)):
-        with pytest.warns(UserWarning, match="other pairs tie with the matching one; ties count as errors"):
+        count = "do not count" if "--optimistic-ties" in flags else "count"
+        with pytest.warns(UserWarning, match=f"other pairs tie with the matching one; ties {count} as errors"):
             run(tmp_path / "scores.npy", *flags, "--json", tmp_path / "r.json", "--bootstrap", 0)
         found = json.loads((tmp_path / "r.json").read_text())
         optimistic = "--optimistic-ties" in flags
@@ -156,6 +157,34 @@ def test_distances_and_optimistic_ties(tmp_path: Path) -> None:
         scores[OWNERS, np.arange(60)] += 1e-6 * optimistic
         expected = standard(scores.tolist(), OWNERS.tolist())
         assert found["protocols"]["full"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("protocols", "ties", "count", "shown"),
+    [
+        (["eccv"], "pessimistic", "count", "count as errors"),
+        (["eccv", "full"], "optimistic", "do not count", "do not count as errors, except in eccv"),
+    ],
+)
+def test_positives_in_files_have_no_optimistic_ties(
+    protocols: list[str], ties: str, count: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_truth(12, 60)
+    np.save("scores.npy", np.zeros((12, 60)))
+    words = [word for name in protocols for word in ("--protocol", name)]
+    with pytest.warns(UserWarning, match=f"; ties {count} as errors"):
+        run(
+            "scores.npy", *words, *TRUTH, "--optimistic-ties", "--bootstrap", 0, "--json", "r.json",
+            "--report", "page.html", "--rankings", "r.npz",
+        )  # fmt: skip
+    found = json.loads(Path("r.json").read_text())
+    assert found["ties"] == ties
+    assert (found["protocols"]["eccv"]["ties"], found["protocols"]["eccv"]["t2i_r1"]) == ("pessimistic", 0.0)
+    assert all("ties" not in found["protocols"][name] for name in protocols if name != "eccv")
+    with np.load("r.npz") as saved:
+        assert set(saved["full_text_to_image"]) == {11 if ties == "pessimistic" else 0}
+    assert f">{shown}<" in Path("page.html").read_text()
 
 
 def test_several_protocols_of_flickr30k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
