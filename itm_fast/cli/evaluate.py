@@ -169,23 +169,9 @@ def evaluate(
         return
 
     n_images = first_images or members[0][1].n_images
-    title = f"{split}, {n_images} images" + (f" in {n_folds} folds" if n_folds > 1 else "")
-    for source in dict.fromkeys(source["vocabulary"] for source in sources):
-        typer.echo(f"vocabulary: {source}")
-    rows = {title: ensemble}
-    if rerank is not None:
-        rows = {f"{candidates}, all": alone[1], f"{checkpoint[0]}, first {rerank}": ensemble}
-        typer.echo(title)
-    elif len(checkpoint) > 1 and not by_truth:
-        typer.echo(title)
-        rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
-        rows[f"mean score of {len(checkpoint)}"] = ensemble
     dataset = members[0][1]
     measures = scored.measures if scored else recall_measures(ranks, dataset.caption_image, dataset.n_images)
     ends = evaluation.intervals(measures, samples=bootstrap, seed=seed) if bootstrap else {}
-    typer.echo(f"{protocol}: {title}" if by_truth else evaluation.recall_table(rows))
-    if by_truth or ends:
-        typer.echo(interval_table(ensemble, ends, list(ensemble) if by_truth else None))
     if json_file is not None:
         result: dict[str, Any] = {
             **(sources[0] if len(checkpoint) == 1 else {}),
@@ -209,6 +195,21 @@ def evaluate(
                 {**source, **summary} for source, summary in zip(sources, alone or [{}] * len(sources), strict=True)
             ]
         atomic.write_text(json_file, json_text(result))
+    # The file comes first: the reader of stdout may have closed it.
+    title = f"{split}, {n_images} images" + (f" in {n_folds} folds" if n_folds > 1 else "")
+    for source in dict.fromkeys(source["vocabulary"] for source in sources):
+        typer.echo(f"vocabulary: {source}")
+    rows = {title: ensemble}
+    if rerank is not None:
+        rows = {f"{candidates}, all": alone[1], f"{checkpoint[0]}, first {rerank}": ensemble}
+        typer.echo(title)
+    elif len(checkpoint) > 1 and not by_truth:
+        typer.echo(title)
+        rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
+        rows[f"mean score of {len(checkpoint)}"] = ensemble
+    typer.echo(f"{protocol}: {title}" if by_truth else evaluation.recall_table(rows))
+    if by_truth or ends:
+        typer.echo(interval_table(ensemble, ends, list(ensemble) if by_truth else None))
 
 
 def _check_reranking(checkpoints: list[Path], k: int | None, candidates: Path | None, data: Path | None) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 if TYPE_CHECKING:
     from itm_fast.evaluation.bootstrap import Comparison
     from itm_fast.evaluation.score_protocols import Scored
@@ -20,8 +18,8 @@ __all__ = ["interval_table", "report_protocol", "write_rankings"]
 
 def report_protocol(
     result: Scored, other: tuple[str, Scored] | None, *, bootstrap: int, permutations: int, seed: int
-) -> dict[str, Any]:
-    """Print the tables of a protocol; return its part of the JSON.
+) -> tuple[str, dict[str, Any]]:
+    """Return the tables of a protocol to print, and its part of the JSON.
 
     Args:
         result: the result of the scores.
@@ -36,10 +34,10 @@ def report_protocol(
     content: dict[str, Any] = dict(result.summary)
     if result.rankings:
         rows = {result.name: result.summary, **({} if other is None else {other[0]: other[1].summary})}
-        typer.echo(recall_table(rows))
+        tables = [recall_table(rows)]
     else:
         content["ties"] = "pessimistic"
-        typer.echo(result.name)
+        tables = [result.name]
     ends = intervals(result.measures, samples=bootstrap, seed=seed) if bootstrap else {}
     if ends:
         content["intervals"] = {name: list(pair) for name, pair in ends.items()}
@@ -47,7 +45,7 @@ def report_protocol(
         path, second = other
         compared = compare(result.measures, second.measures, samples=bootstrap, permutations=permutations, seed=seed)
         header = ("measure", "scores", "against", "difference", *["95 % interval"] * bool(bootstrap), "p")
-        typer.echo(measure_table(header, _rows(compared, intervals=bool(bootstrap))))
+        tables.append(measure_table(header, _rows(compared, intervals=bool(bootstrap))))
         content["against"] = {
             "scores": path,
             **second.summary,
@@ -65,9 +63,8 @@ def report_protocol(
     if other is not None:
         shown = [name for name in shown if name not in result.measures.names]
     if shown:
-        typer.echo(interval_table(result.summary, ends, shown))
-    typer.echo("")
-    return content
+        tables.append(interval_table(result.summary, ends, shown))
+    return "\n".join([*tables, ""]), content
 
 
 def interval_table(

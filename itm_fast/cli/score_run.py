@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import typer
 
 from itm_fast.cli.score_open import known_captions, open_data, open_scores, open_second, owners_of
 from itm_fast.cli.score_options import ScoreOptions, TruthOptions
@@ -29,7 +30,7 @@ __all__ = ["run_score", "score_by_truth", "truth_ids"]
 
 
 def run_score(options: ScoreOptions) -> None:
-    """Evaluate the scores, print the tables and write the files."""
+    """Evaluate the scores, write the files and print the tables."""
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.evaluation.suspicion import Look, suspicions
     from itm_fast.files import atomic
@@ -65,6 +66,16 @@ def run_score(options: ScoreOptions) -> None:
         warnings.warn(line, stacklevel=2)
     others = None if second is None else _score(options, second.source, owners, None)
     paths = (options.scores, options.image_embeddings, options.caption_embeddings)
+    reports = {
+        result.name: report_protocol(
+            result,
+            None if others is None else (str(options.against), others[number]),
+            bootstrap=options.bootstrap,
+            permutations=options.permutations,
+            seed=options.seed,
+        )
+        for number, result in enumerate(results)
+    }
     content: dict[str, Any] = {
         "scores": [str(path) for path in paths if path is not None],
         "images": source.n_images,
@@ -73,16 +84,7 @@ def run_score(options: ScoreOptions) -> None:
         "warnings": [*opened.notes, *found],
         "bootstrap": {"samples": options.bootstrap, "seed": options.seed},
         **({} if second is None else {"permutations": options.permutations}),
-        "protocols": {
-            result.name: report_protocol(
-                result,
-                None if others is None else (str(options.against), others[number]),
-                bootstrap=options.bootstrap,
-                permutations=options.permutations,
-                seed=options.seed,
-            )
-            for number, result in enumerate(results)
-        },
+        "protocols": {name: part for name, (_, part) in reports.items()},
     }
     if options.rankings is not None:
         ranked = [result for result in results if result.rankings] or [looked_at]
@@ -91,6 +93,9 @@ def run_score(options: ScoreOptions) -> None:
         write_page(options.report, content, looked_at, source, owners, dataset)
     if options.json_file is not None:
         atomic.write_text(options.json_file, json_text(content))
+    # The files come first: the reader of stdout may have closed it.
+    for tables, _ in reports.values():
+        typer.echo(tables)
 
 
 def score_by_truth(

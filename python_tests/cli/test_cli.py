@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -290,6 +291,29 @@ def test_exit_status_and_no_traceback(tmp_path: Path) -> None:
     assert re.fullmatch(r"itm-fast: error: .*no.*: no such .*\n", user_error.stderr)
     usage_error = process("evaluate", "--nope")
     assert (usage_error.returncode, usage_error.stderr.count("\n")) == (2, 1)
+
+
+def run_with_a_closed_stdout(*arguments: object) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "itm_fast", *map(str, arguments)]
+        subprocess.run(command, stdout=writing, stderr=subprocess.DEVNULL, cwd=ROOT, check=False)
+    finally:
+        os.close(writing)
+
+
+def test_results_are_written_even_if_nobody_reads_the_tables(data: Path, trained: Path, tmp_path: Path) -> None:
+    run_with_a_closed_stdout("evaluate", "--checkpoint", trained, "--data", data, "--json", tmp_path / "e.json")
+    assert json.loads((tmp_path / "e.json").read_text())["images"] == 10
+    np.save(tmp_path / "scores.npy", np.eye(12).repeat(5, 1))
+    run_with_a_closed_stdout(
+        "score", tmp_path / "scores.npy", "--json", tmp_path / "s.json", "--rankings", tmp_path / "s.npz",
+        "--report", tmp_path / "s.html",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "s.json").read_text())["protocols"]["full"]["rsum"] == 600.0
+    assert (tmp_path / "s.npz").exists()
+    assert (tmp_path / "s.html").exists()
 
 
 # The demo
