@@ -210,7 +210,7 @@ def _wait_for_gloo(world: World) -> None:
     del last
     while dropped() is not None and time.monotonic() < end:
         time.sleep(0.001)
-    # Another thread may have finished an earlier collective without having had the lock since. Nothing tells.
+    # Another thread may still wait for the lock to drop an earlier tensor. Nothing shows whether it does.
     time.sleep(_GRACE)
 
 

@@ -186,7 +186,7 @@ def test_the_backward_of_rcar_takes_as_many_tiles_as_its_workspace_has_room_for(
 
 
 def test_parts_of_the_gradients_of_rcar_take_unequal_time() -> None:
-    """By hand: a block sums 48 x 256 numbers, 119 those of RCAR's weights over all rows, in four tasks each."""
+    """By hand: a task sums 48 x 256 numbers. RCAR's weights that sum all rows have 119 parts, each in four tasks."""
     of_weights = 2 * 6 * 4 + 11 + 22 * 2 + 3 + 1 + 2 * 6
     hardest, of_all = (kernels.regulated_step(128, partners=partners).counted[-1] for partners in (3, 128))
     rows = 3 * 13 * 128

@@ -83,7 +83,7 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
         shim::launch_together(blocks, kGradientThreads, s.seed + 1, [&] { backpropagate_pairs(p); }, kBackwardBytes);
     ++launches[0];
   }
-  // Tasks are counted if blocks of scores were taken; otherwise the counter is as above, negative.
+  // The counter is positive if blocks of scores were taken. Otherwise it has the fill from above and is negative.
   launches[1] = *p.unsuitable != 0 ? 2 : *p.taken > 0 ? 1 : 0;
   launches[2] = static_cast<int64_t>(*p.lists.longest);
   if (sizes.for_queries) std::copy_n(of_queries.memory, s.query_rows * s.dim, query_gradients);
