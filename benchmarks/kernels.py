@@ -260,19 +260,21 @@ def long_scores(images: int, captions: int, patches: int, words: int, dim: int) 
     cells = columns * patches / LANES
     work = {
         "product": products(pieces, slices(dim)),
-        **dict.fromkeys(("raw scores", "statistics", "attention"), cells),
+        **dict.fromkeys(("raw scores", "statistics"), cells),
         "cosines": columns,
     }
     if sums_rows(patches, dim):
         of_tile = max(costs.TILE_WORDS // words, 1)
         runs = captions // of_tile * math.ceil(of_tile * words / 16) + math.ceil(captions % of_tile * words / 16)
-        hmma = PRODUCTS_OF_ROWS * images * runs * 2 * math.ceil(dim / 16) * math.ceil(patches / 16)
-        work |= {"sum of rows": hmma, "squares": columns * dim / LANES, "scales": cells}
+        # Warps multiply all of their 32 columns, 32 depths at a time.
+        hmma = PRODUCTS_OF_ROWS * images * runs * 4 * math.ceil(dim / 32) * 2 * math.ceil(patches / 32)
+        work |= {"sum of rows": hmma, "squares": columns * dim / LANES}
+        work |= dict.fromkeys(("attention in parts", "scales"), cells)
         prepared = Launch(PREPARED, {}, images)
     else:
         # A slice has half as many float32 numbers as 16-bit ones.
         gram = FLOAT_PRODUCTS / 2 * products(pieces, slices(math.ceil(patches / 8) * 8, 4))
-        work |= {"Gram product": gram, "norms": cells}
+        work |= {"Gram product": gram} | dict.fromkeys(("attention", "norms"), cells)
         prepared = Launch(PREPARED, {"product": gram_products(images, patches, dim * costs.ELEMENT)}, images)
     cost = costs.scores(images, captions, dim, words, regions=patches)
     return Work(cost, (prepared, Launch(LONG_SCORES, work, pairs)))

@@ -55,16 +55,6 @@ REASONS = (
         "registers. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
     ),
     Reason(
-        ("score_long_tiles<BFloat16, 1,", "score_long_tiles<Half, 1,"),
-        (36, 60),
-        "Splitting 12 pairs of coefficients: 132; 96 to clear and add slices; 52 for copies; 26 loads of fragments. "
-        "Rows of float16 are split, too.",
-        "Bound by issue slots on an A100 and an H200: each warp splits the coefficients of all rows, for 32 columns. "
-        "Its three copies a step compute their sizes and rows, as a set may end within a step. "
-        "Splitting them once would take another pass over the attention. With bfloat16, Gram matrices would take more "
-        "than twice as many HMMA.",
-    ),
-    Reason(
         _of_scores("float, 2,"),
         (48,),
         "Splitting 24 pairs in two parts: 144; 64 additions of slices; 30 for copies; 12 loads of fragments.",

@@ -120,10 +120,15 @@ _LONG = (
     Wanted(_LONG_SCORES, "product", ("multiply", "multiply_slices"), "HMMA.*", "HMMA"),
     Wanted(_LONG_SCORES, "raw scores", ("multiply", "raw"), "STG.*", "raw score"),
     Wanted(_LONG_SCORES, "statistics", ("write_factors", "row_factor"), "LDG.*", "raw score"),
-    # The attention is stored twice, once transposed.
+    # The attention is stored twice, once transposed or in three parts.
     Wanted(
         *(_LONG_SCORES, "attention", ("attend", "attend_column"), "STG.*", "raw score"),
         work=0.5,
+        without=("attend_hard", "store"),
+    ),
+    Wanted(
+        *(_LONG_SCORES, "attention in parts", ("attend", "attend_column", "store"), "STG.*", "raw score"),
+        work=0.25,
         without=("attend_hard",),
     ),
     Wanted(_LONG_SCORES, "Gram product", ("write_norms", "multiply_slices"), "HMMA.*", "HMMA"),

@@ -32,10 +32,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
                                             const Operand<S>& contexts, const CrossAttentionOptions& options,
                                             bool for_queries, bool for_contexts, const LongestSets& longest) {
   CrossAttentionBackward<S> p{};
-  const Tensor gradients = torch::stable::contiguous(torch::stable::to(grad_scores, ScalarType::Float));
+  const Tensor gradients = torch::stable::to(grad_scores, ScalarType::Float);
   p.lists.queries = queries.rows();
   p.lists.contexts = contexts.rows();
-  p.lists.gradients = data_of<float>(gradients);
+  p.lists.gradients = {data_of<float>(gradients), gradients.stride(0), gradients.stride(1)};
   p.options = PairOptions(options);
   p.dim = queries.values.size(1);
   p.is_aligned = rows_are_aligned(p.lists.queries, p.lists.contexts, p.dim);

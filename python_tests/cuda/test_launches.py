@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 import torch
 
 import itm_fast.functional as F_itm
-from python_tests.helpers.devices import Case, inputs_of, launched, on_devices, past_the_room, run_case
-from python_tests.helpers.fragments import native_calls
+from python_tests.helpers.devices import (
+    Case,
+    inputs_of,
+    launched,
+    names_on_device,
+    on_devices,
+    past_the_room,
+    run_case,
+)
+from python_tests.helpers.fragments import native_calls, random_fragments
 
 # Maximum number of launches, those of the table in docs/internals/design.md. Risks: the backward has one launch for
 # discriminators and one for features. Scores: operands, pairs; their backward: lists, then everything else. Scores with
@@ -64,3 +73,19 @@ def test_pairs_past_the_room_take_no_more_launches() -> None:
     names = launched(lambda: torch.ops.itm_fast.cross_attention_scores_backward(*detached))
     ours = [re.search(r"(\w+)_kernel", kernel)[1] for kernel in names if "itm_fast::" in kernel]
     assert ours == ["list_pairs", "backpropagate_pairs"]
+
+
+@pytest.mark.parametrize("attention", ["t2i", "i2t"])
+def test_a_step_is_five_kernels_and_two_fills(attention: str) -> None:
+    """A hardest-negative step of SCAN. PyTorch adds no copy, although the scores of "t2i" are transposed."""
+    queries, contexts = (random_fragments([rows] * 20, 64, torch.float32, seed=rows).to("cuda") for rows in (9, 12))
+    leaves = [side.values.requires_grad_() for side in (queries, contexts)]
+    incoming = torch.ones((), device="cuda")
+
+    def step() -> None:
+        loss, _ = F_itm.matching_loss(queries, contexts, attention=attention)
+        torch.autograd.grad(loss, leaves, incoming)
+
+    kinds = Counter(re.sub(r".*?(\w+)_kernel.*", r"\1", name).split()[0] for name in launched(step, names_on_device))
+    ours = ("prepare_scores", "matching_loss", "scale_gradient", "list_pairs", "backpropagate_pairs")
+    assert kinds == {"Memset": 2, **dict.fromkeys(ours, 1)}

@@ -1,8 +1,8 @@
 """Operators on any device: their test inputs, and tools that watch and control the device while they run.
 
 Inside: `DEVICES`, `CASES`, `each_case`, `each_case_of_a_gpu`, `each_device`, `inputs_of`, `run_case`.
-`no_synchronization`, `another_stream` and `captured` act on a CUDA device and have no effect on the CPU. `launched` and
-`kernel_names` list what ran on a GPU.
+`no_synchronization`, `another_stream` and `captured` act on a CUDA device and have no effect on the CPU. `launched`,
+`kernel_names` and `names_on_device` list what ran on a GPU.
 """
 
 from __future__ import annotations
@@ -416,18 +416,22 @@ def captured(device: str, call: Callable[[], list[Tensor]]) -> Callable[[], list
     return replay
 
 
+def names_on_device(events: Iterable[Any]) -> list[str]:
+    """List the GPU events of a profile in order: kernels, "Memcpy ..." and "Memset ..."."""
+    return [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
 def kernel_names(events: Iterable[Any]) -> list[str]:
-    """List the kernels of a profile in order: all GPU events except memory copies and memory fills."""
-    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [event.name for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
+    """List the kernels of a profile in order."""
+    return [name for name in names_on_device(events) if not name.startswith(("Memcpy", "Memset"))]
 
 
-def launched(call: Callable[[], Any]) -> list[str]:
-    """List the kernels that a call launches on the GPU, after a warm-up call."""
+def launched(call: Callable[[], Any], names: Callable[[Iterable[Any]], list[str]] = kernel_names) -> list[str]:
+    """List what a call does on the GPU after a warm-up call: its kernels, or other `names` of the profile."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    return kernel_names(profile.events())
+    return names(profile.events())

@@ -39,6 +39,8 @@ class _Settings(ctypes.Structure):
         ("aggregation", ctypes.c_int64),
         ("longest_query", ctypes.c_int64),
         ("longest_context", ctypes.c_int64),
+        ("query_stride", ctypes.c_int64),
+        ("context_stride", ctypes.c_int64),
     )
 
 
@@ -60,7 +62,7 @@ class BackwardKernels:
 
     def backward(
         self,
-        gradients: np.ndarray,  # (query sets, context sets) float32
+        gradients: np.ndarray,  # (query sets, context sets) float32, or the transpose of a dense array
         queries: np.ndarray,  # (N, d)
         query_offsets: np.ndarray,
         contexts: np.ndarray,  # (M, d)
@@ -81,7 +83,9 @@ class BackwardKernels:
         of_queries = np.full_like(queries, 777) if for_queries else None
         of_contexts = np.full_like(contexts, 777) if for_contexts else None
         count, launches = np.full(1, 777, np.int64), np.zeros(3, np.int64)
-        operands = (gradients, queries, query_offsets, contexts, context_offsets)
+        settings.query_stride, settings.context_stride = (stride // 4 for stride in gradients.strides)
+        dense = gradients if gradients.flags.c_contiguous else gradients.T
+        operands = (dense, queries, query_offsets, contexts, context_offsets)
         function = getattr(self.library, f"cross_attention_backward_{dtype}")
         call(function, ctypes.byref(settings), *operands, of_queries, of_contexts, count, launches)
         blocks = ("none", "taken", "refused")[launches[1]]

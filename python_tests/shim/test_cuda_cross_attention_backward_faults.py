@@ -52,8 +52,13 @@ FAULTS = {
         r"^backward: \d+ pairs",
     ),
     "an incoming gradient of zero counts": (
-        (LISTS, "+ context] != 0.0f;", "+ context] == 0.0f || true;"),
+        (LISTS, "*gradient != 0.0f;", "(*gradient == 0.0f || true);"),
         r"^backward: \d+ pairs",
+    ),
+    "a transposed gradient is read as a dense one": (
+        (LISTS, "query * query_stride + context * context_stride",
+         "query * (query_stride == 1 ? context_stride : query_stride) + context"),
+        r"^backward: ",
     ),
     "missing barrier between a product and the next": (
         (PRODUCTS, "barrier();  // The next product takes the place of this one.", ""),

@@ -20,11 +20,11 @@ from python_tests.shim.shim_cases import outcomes
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-ELEMENTS, PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS, LAUNCH, LENGTHS = (
+ELEMENTS, PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, TILE_PAIRS, GRAM, SETS, LAUNCH, LENGTHS, SUMS = (
     f"{KERNELS}{name}.h"
     for name in (
         *("elements", "tile_product", "cross_attention", "attention_pair", "long_pairs", "long_tiles", "set_tiles"),
-        *("tile_pairs", "set_gram", "set_products", "cross_attention_launch", "longest_sets"),
+        *("tile_pairs", "set_gram", "set_products", "cross_attention_launch", "longest_sets", "part_sums"),
     )
 )
 
@@ -51,12 +51,17 @@ def check(library: Path) -> None:
 
 
 def check_16_bits(library: Path) -> None:
-    """Check long sets whose rows are summed: several runs of queries and of columns, and contexts that cancel."""
+    """Check long sets whose rows are summed: several runs of queries and of columns, and contexts that cancel.
+
+    In the last case they cancel only if the attention has all of its digits.
+    """
     kernels = AttentionKernels(library)
     check_random_scores(kernels, [70, 90], [280, 300], 264, "bf16", name="sums of rows", by_draws=True)
     queries = random_fragments([3, 9], 24, seed=3)
-    cancelling = Fragments(cancelling_contexts(0.01).values[:2].repeat(30, 1), torch.tensor([0, 60]))
-    check_scores(kernels, queries, cancelling, "bf16", name="long contexts that cancel", temperature=0.0)
+    apart = Fragments(cancelling_contexts(0.01).values[:2].repeat_interleave(30, 0), torch.tensor([0, 60]))
+    check_scores(kernels, queries, apart, "bf16", name="long contexts that cancel", temperature=0.0)
+    adjacent = Fragments(cancelling_contexts(0.001).values[:2].repeat(30, 1), torch.tensor([0, 60]))
+    check_scores(kernels, queries, adjacent, "bf16", name="digits of the attention", temperature=1.0, by_draws=True)
 
 
 def test_the_kernels_as_they_are_pass() -> None:
@@ -220,9 +225,13 @@ FAULTS_OF_16_BITS = {
         (LONG_TILES, "d < dim; d += Sums::kColumns", "d < Sums::kColumns; d += Sums::kColumns"),
         r"^sums of rows: error",
     ),
+    "the third part of the attention left out": (
+        (SUMS, "if (order >= (kParts > kRowParts ? kParts : kRowParts)) continue;", "if (order >= 2) continue;"),
+        r"^digits of the attention: error",
+    ),
     "missing barrier before the next sums": (
-        (LONG_TILES, "barrier();  // The sums have been read.", ""),
-        r"shared array '(row_sums|rows|coefficients)': (race at|read of|write of) index \d+",
+        (SUMS, "barrier();  // The table is complete, and the sums of another range have been read.", "warp_sync();"),
+        r"shared array '(row_sums|rows|coefficients|granules)': (.*copy|race at|read of|write of)",
     ),
     "no vectors that cancel among sums of rows": (
         (LONG_TILES, "scales_[column] = scale;", "scales_[column] = 0.0f * scale;"),

@@ -48,13 +48,19 @@ MATCHING: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], int]:
-    """Load the launchers; return a function that counts their launches so far."""
+def counters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], int]]:
+    """Load the launchers; return functions that count their launches and their fills with zeros so far."""
     library = compile_launchers(tmp_path_factory.mktemp("launchers"))
     torch.ops.load_library(library)
-    count = ctypes.CDLL(str(library)).itm_fast_launches
-    count.restype = ctypes.c_int64
-    return count
+    functions = {name: getattr(ctypes.CDLL(str(library)), f"itm_fast_{name}") for name in ("launches", "fills")}
+    for count in functions.values():
+        count.restype = ctypes.c_int64
+    return functions
+
+
+@pytest.fixture
+def launches(counters: dict[str, Callable[[], int]]) -> Callable[[], int]:
+    return counters["launches"]
 
 
 @pytest.mark.parametrize("case", DRIVEN, ids=lambda case: case.name)
@@ -86,6 +92,9 @@ def check_as_on_the_cpu(operator: Callable[..., Any], *arguments: Any) -> None:
 TRIPLET = (0.2, "hardest", 0.0, "batch", False, "both")
 ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 MAXSIM = ("mean", "both", "float32")
+# Operators of torch that do no work on the device themselves. "to" and "contiguous" call "copy_" if they must copy.
+ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided"}
+VIEWS = {"aten::t", "aten::transpose", "aten::as_strided", "aten::detach", "aten::to", "aten::contiguous"}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +171,24 @@ def test_scores_and_loss_together_have_the_bits_of_separate_launches(
     directions = 2 if options.get("attention") in ("sum", "mean") else 1
     of_backward = 1 + 2 * directions
     assert counted == [2 + of_backward, 2 * directions + 1 + of_backward]
+
+
+@pytest.mark.parametrize("attention", ["t2i", "i2t"])
+def test_a_step_has_five_launches_and_two_fills(
+    attention: str, counters: dict[str, Callable[[], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the scores of either direction; PyTorch adds no work on the device, such as copies."""
+    operands = dict(zip(("t2i", "i2t"), (sides(), sides()[::-1]), strict=True))[attention]
+    incoming = torch.tensor(2.0)
+    with stand_in(), on_the_shim():
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        before = {name: count() for name, count in counters.items()}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss, _ = F_itm.matching_loss(*operands, attention=attention)
+            torch.autograd.grad(loss, [side.values for side in operands], incoming)
+    assert {name: count() - before[name] for name, count in counters.items()} == {"launches": 5, "fills": 2}
+    of_torch = {event.name for event in profile.events() if event.name.startswith("aten::")}
+    assert of_torch <= ALLOCATIONS | VIEWS
 
 
 def test_scores_and_loss_of_no_pairs_and_of_too_many() -> None:
@@ -253,7 +280,8 @@ def test_operands_that_are_not_dense_and_small_offsets() -> None:
     assert [part.is_contiguous() for part in operands] == [False] * 4
     check_as_on_the_cpu(OPERATORS.cross_attention_scores, *operands, *ATTENTION)
     gradient = random_scores(3, dtype=torch.float32).t()
-    check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, True, True)
+    for incoming in (gradient, gradient.double(), gradient.bfloat16(), gradient[:, :1].expand(3, 3)):
+        check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, incoming, *operands, *ATTENTION, True, True)
     pairs = torch.tensor([[0, 2, 1], [1, 1, 0]]).t()
     for listed, incoming in ((None, gradient), (pairs, gradient[0])):
         check_as_on_the_cpu(OPERATORS.maxsim_scores, *operands, listed, *MAXSIM)

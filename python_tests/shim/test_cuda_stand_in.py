@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -156,6 +156,25 @@ def test_launches_are_counted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tests, "launched", kernels(*steps, "finish_pairs"))
     with pytest.raises(AssertionError):
         tests.test_pairs_past_the_room_take_no_more_launches()
+
+
+def test_all_work_of_a_step_is_counted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = of_gpus_alone("test_launches")
+    kernels = ("prepare_scores", "matching_loss", "scale_gradient", "list_pairs", "backpropagate_pairs")
+    names = [f"void itm_fast::cuda::(anonymous namespace)::{name}_kernel<float>(Problem<float>)" for name in kernels]
+    names += ["Memset (Device)"] * 2
+
+    def launched(call: Callable[[], Any], _: Any) -> list[str]:
+        call()
+        return names
+
+    monkeypatch.setattr(tests, "launched", launched)
+    tests.test_a_step_is_five_kernels_and_two_fills("t2i")
+    for more in ("Memcpy DtoD (Device -> Device)", "void at::native::elementwise_kernel<128>(int)", names[-1]):
+        names.append(more)
+        with pytest.raises(AssertionError):
+            tests.test_a_step_is_five_kernels_and_two_fills("t2i")
+        names.pop()
 
 
 def test_a_limit_of_launches_stands_there_for_every_cuda_kernel() -> None:

@@ -18,6 +18,7 @@ struct Settings {
   double dense_share, temperature, negative_slope, logsumexp_temperature;
   int64_t normalization, focal, aggregation;
   int64_t longest_query, longest_context;  // 0: unknown
+  int64_t query_stride, context_stride;    // of the gradients
 
   CrossAttentionOptions options() const {
     return {temperature,
@@ -56,7 +57,7 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
   Exact<S> of_contexts(sizes.for_contexts ? contexts : nullptr, s.context_rows * s.dim);
 
   CrossAttentionBackward<S> p{};
-  p.lists.gradients = incoming.memory;
+  p.lists.gradients = {incoming.memory, s.query_stride, s.context_stride};
   p.lists.queries = {query_values.memory, query_bounds.memory, true, s.query_sets, s.query_rows};
   p.lists.contexts = {context_values.memory, context_bounds.memory, true, s.context_sets, s.context_rows};
   p.lists.total = count;

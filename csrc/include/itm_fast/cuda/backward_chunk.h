@@ -49,7 +49,7 @@ struct CrossAttentionBackward {
             is_aligned};
   }
   ITM_FAST_DEVICE float gradient_of(const ListedPair& pair) const {
-    return lists.gradients[pair.query * lists.contexts.n_sets + pair.context];
+    return lists.gradients.at(pair.query, pair.context);
   }
   ITM_FAST_DEVICE float* attended_of_block() const { return attended + block_index() * kAttendedQueries * dim; }
 };

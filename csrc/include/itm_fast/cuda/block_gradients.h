@@ -126,7 +126,7 @@ ITM_FAST_DEVICE_APART void finish_contexts(const CrossAttentionBackward<S>& p, c
         const bool found = is_zero_row(values + (first_row + row) * p.dim, p.dim);
         if (lane() == 0) is_zero[row] = found ? 1 : 0;
       }
-      sum_parts<kAligned, S>(range, 0, 1, [&](int32_t) -> PartTerm<S> { return {matrix.first, values, n}; });
+      sum_parts<kAligned, PartTile<S>>(range, 0, 1, [&](int32_t) -> PartTerm<S> { return {matrix.first, values, n}; });
       each_part_sum<S>(range, [&](int row, int c, float sum) {
         const int64_t at = start + (first_row + row) * p.dim + column + c;
         narrow(is_zero[row] != 0 ? 0.0f : p.context_sums[at] + sum, p.context_gradients[at]);

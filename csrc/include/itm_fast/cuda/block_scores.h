@@ -203,10 +203,9 @@ class BlockScores {
     ITM_FAST_DYNAMIC_SHARED(int32_t, column_sets, Memory::kColumnSets, BlockTile::kColumns);
     each_item([&](int set, int column, int row, int n) {
       const int query = column_sets[column], first = query_starts[query], item = set * n_columns_ + column;
-      const int64_t pair = (queries_.first_set + query) * p_.lists.contexts.n_sets + contexts_.first_set + set;
+      const float of_pair = p_.lists.gradients.at(queries_.first_set + query, contexts_.first_set + set);
       const auto cosine = [&](int j) { return static_cast<float>(cosines[set * n_columns_ + first + j]); };
-      const float incoming =
-          cosine_gradient(cosine, column - first, query_starts[query + 1] - first, p_.lists.gradients[pair], options);
+      const float incoming = cosine_gradient(cosine, column - first, query_starts[query + 1] - first, of_pair, options);
       const CosineFactors factors(incoming, cosine(column - first), squares[item],
                                   p_.query_norms[queries_.first_row + column]);
       dots[item] = factors.dot;

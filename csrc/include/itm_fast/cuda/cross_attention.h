@@ -8,7 +8,7 @@
 
 #include "itm_fast/cuda/attention_pair.h"
 #include "itm_fast/cuda/long_pairs.h"
-#include "itm_fast/cuda/row_sums.h"
+#include "itm_fast/cuda/part_sums.h"
 #include "itm_fast/cuda/set_gram.h"
 #include "itm_fast/cuda/set_tiles.h"
 #include "itm_fast/cuda/tile_pairs.h"
@@ -129,11 +129,15 @@ ITM_FAST_DEVICE ExactAttention attend_exactly(const Attention& attention, const 
   return {add_lanes(found.square), add_lanes(found.dot)};
 }
 
+// Sums of the 16-bit rows of a long set, with attention as coefficients: in three parts, which are exact.
+template <typename S>
+using AttendedSums = PartTile<S, 48, 3>;
+
 // The shared memory of a block of score_tile or score_long_tiles: products or sums of 16-bit rows, then the remaining
 // arrays.
 template <typename Tile>
 struct ScoreMemory {
-  static constexpr int kSumBytes = RowSumTile<Half>::kBytes;
+  static constexpr int kSumBytes = AttendedSums<Half>::kBytes;
   static constexpr int kFactors = Tile::kProductBytes > kSumBytes ? Tile::kProductBytes : kSumBytes;
   static constexpr int kFactorCount = kTileSets * Tile::kRows;
   static constexpr int kContextStarts = kFactors + kFactorCount * 4, kStartCount = kTileSets + 4;

@@ -51,7 +51,7 @@ template <typename Tile, typename S>
 SlabLayout slab_layout(const ScoreProblem<S>& p, const LongestSets& longest) {
   const auto context_rows = [&](int64_t known) { return slab_rows(p.contexts, known, Tile::kRows, kMostContexts); };
   return {context_rows(longest_with_gram(longest.contexts, p.contexts.n_rows, context_rows(0))),
-          slab_rows(p.queries, longest.queries, Tile::kColumns, kMostQueries)};
+          slab_rows(p.queries, longest.queries, Tile::kColumns, kMostQueries), std::is_same_v<S, float> ? 4 : 6};
 }
 
 // Whether a side may have sets that are longer than a tile. The scores then take score_long_tiles.

@@ -1,8 +1,8 @@
 // The scores of two tiles if one of them is a set that is longer than a tile, on tensor cores.
 //
-// One block multiplies the pair piece by piece and keeps raw scores and attention in its slab of global memory, which
-// the L2 cache holds. The norms of attended vectors come from tensor cores, too: from the Gram matrix of a long context
-// set, or from sums of its rows (sums_rows). Other steps are those of score_products.
+// One block multiplies the pair piece by piece and keeps raw scores and attention in its slab of global memory. The
+// norms of attended vectors come from tensor cores, too: from the Gram matrix of a long context set, or from sums of
+// its rows (sums_rows). Other steps are those of score_products.
 #pragma once
 
 #include "itm_fast/cuda/cross_attention.h"
@@ -13,29 +13,31 @@ namespace itm_fast::cuda {
 // queries.
 struct SlabLayout {
   int64_t rows, columns;  // multiples of kGramBlock
+  int64_t operand_bytes;  // of the attention as an operand: 4, or 6 for three parts beside 16-bit rows
 
-  constexpr int64_t raw() const { return 0; }                                   // (rows, columns)
-  constexpr int64_t transposed() const { return raw() + rows * columns; }       // attention: a query's, `stride_` apart
-  constexpr int64_t factors() const { return transposed() + rows * columns; }   // (query sets, rows)
-  constexpr int64_t totals() const { return factors() + kTileSets * rows; }     // (context sets, columns)
-  constexpr int64_t dots() const { return totals() + kTileSets * columns; }     // the same
-  constexpr int64_t squares() const { return dots() + kTileSets * columns; }    // the same, then cosines
-  constexpr int64_t scales() const { return squares() + kTileSets * columns; }  // the same
+  constexpr int64_t raw() const { return 0; }  // (rows, columns)
+  // The attention as an operand: (queries, contexts) in float32, or a PartMatrix (contexts, queries) of three parts.
+  constexpr int64_t attention() const { return raw() + rows * columns; }
+  constexpr int64_t factors() const { return attention() + rows * columns * operand_bytes / 4; }  // (query sets, rows)
+  constexpr int64_t totals() const { return factors() + kTileSets * rows; }         // (context sets, columns)
+  constexpr int64_t dots() const { return totals() + kTileSets * columns; }         // the same
+  constexpr int64_t squares() const { return dots() + kTileSets * columns; }        // the same, then cosines
+  constexpr int64_t scales() const { return squares() + kTileSets * columns; }      // the same
   constexpr int64_t column_sets() const { return scales() + kTileSets * columns; }  // (columns,) int32
   constexpr int64_t size() const { return column_sets() + columns; }
 };
 
-// Writes the squared norms of sums of rows, one for each query; a warp per query adds the squares. A separate function,
-// so that its registers are its own.
+// Writes the squared norms of sums of rows, one for each query; a warp per query adds the squares. `stride`: of the
+// coefficients. A separate function, so that its registers are its own.
 template <typename Tile, typename S>
-ITM_FAST_DEVICE_APART void write_squares(const SumTerm<S>& term, int n_queries, int dim, float* squares) {
-  using Sums = RowSumTile<S>;
+ITM_FAST_DEVICE_APART void write_squares(const PartTerm<S>& term, int stride, int n_queries, int dim, float* squares) {
+  using Sums = AttendedSums<S>;
   static_assert(Sums::kBytes <= ScoreMemory<Tile>::kFactors && Sums::kThreads == Tile::kThreads);
-  ITM_FAST_ROW_SUMS(row_sums);
+  ITM_FAST_PART_SUMS(row_sums);
   for (int query = 0; query < n_queries; query += Sums::kRows) {
     const int left = n_queries - query, count = left < Sums::kRows ? left : Sums::kRows;
     for (int d = 0; d < dim; d += Sums::kColumns) {
-      sum_rows<S>(SumRange{query, count, d, dim, dim}, 0, 1, [&](int32_t) { return term; });
+      sum_parts<true, Sums>(PartRange{query, count, d, dim, dim, stride}, 0, 1, [&](int32_t) { return term; });
       const int width = dim - d < Sums::kColumns ? dim - d : Sums::kColumns;
       for (int j = warp(); j < count; j += Sums::kWarps) {
         float square = 0.0f;
@@ -46,7 +48,7 @@ ITM_FAST_DEVICE_APART void write_squares(const SumTerm<S>& term, int n_queries, 
         square = add_lanes(square);
         if (lane() == 0) squares[query + j] = d == 0 ? square : squares[query + j] + square;
       }
-      barrier();  // The sums have been read.
+      // No barrier: a set has rows, so sum_parts has one before its first copy.
     }
   }
 }
@@ -63,7 +65,7 @@ class LongTile {
         queries_(queries),
         layout_(layout),
         raw_(slab + layout.raw()),
-        transposed_(slab + layout.transposed()),
+        attention_(slab + layout.attention()),
         factors_(slab + layout.factors()),
         totals_(slab + layout.totals()),
         dots_(slab + layout.dots()),
@@ -81,16 +83,24 @@ class LongTile {
     barrier();
     n_rows_ = context_starts[contexts_.n_sets];
     n_columns_ = query_starts[queries_.n_sets];
-    stride_ = sums_rows(p_, n_rows_) ? static_cast<int>(padded(n_rows_)) : gram_stride(n_rows_);
+    is_summed_ = contexts_.is_long && sums_rows(p_, n_rows_);
+    stride_ = is_summed_ ? static_cast<int>(padded_parts(n_columns_)) : gram_stride(n_rows_);
     multiply();
     with_options(p_.options, [&](const auto& options) {
       write_factors(options);
-      attend(options);
+      if (is_summed_) {
+        attend(options, [&](int k, int column, float e) { parts().store(k, column, e); });
+      } else {
+        attend(options, [&](int k, int column, float e) {
+          if (contexts_.is_long) attention_[column * stride_ + k] = e;
+        });
+      }
     });
     if (contexts_.is_long) {
-      if (sums_rows(p_, n_rows_)) {
+      if (is_summed_) {
         if constexpr (!std::is_same_v<S, float>) {
-          write_squares<Tile>(SumTerm<S>{transposed_, rows_, n_rows_}, n_columns_, static_cast<int>(p_.dim), squares_);
+          write_squares<Tile>(PartTerm<S>{parts().first, rows_, n_rows_}, stride_, n_columns_, static_cast<int>(p_.dim),
+                              squares_);
         }
         write_scales();
       } else {
@@ -104,6 +114,7 @@ class LongTile {
 
  private:
   ITM_FAST_DEVICE static int part_of(int left, int most) { return left < most ? left : most; }
+  ITM_FAST_DEVICE PartMatrix<3> parts() const { return {reinterpret_cast<uint16_t*>(attention_), stride_}; }
   ITM_FAST_DEVICE float& raw(int row, int column) const { return raw_[row * layout_.columns + column]; }
   ITM_FAST_DEVICE const float* gram_of(int row) const { return p_.grams + (contexts_.first_row + row) * p_.gram_width; }
 
@@ -138,9 +149,10 @@ class LongTile {
     barrier();
   }
 
-  // A thread per context set and query. The attention replaces the raw scores.
-  template <typename Options>
-  ITM_FAST_DEVICE void attend(const Options& options) const {
+  // A thread per context set and query. The attention replaces the raw scores; store_operand(k, column, e) stores it as
+  // an operand.
+  template <typename Options, typename StoreOperand>
+  ITM_FAST_DEVICE void attend(const Options& options, const StoreOperand& store_operand) const {
     ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
     for (int item = thread_index(); item < n_columns_ * contexts_.n_sets; item += Tile::kThreads) {
       const int column = item % n_columns_, set = item / n_columns_;
@@ -151,14 +163,14 @@ class LongTile {
       const auto factor = [&](int k) { return factors[k]; };
       const auto store = [&](int k, float e) {
         raw(row + k, column) = e;
-        if (contexts_.is_long) transposed_[column * stride_ + k] = e;
+        store_operand(k, column, e);
       };
       const ColumnAttention sums = attend_column(score, factor, store, n, options);
       const int64_t at = set * layout_.columns + column;
       totals_[at] = sums.total;
       dots_[at] = sums.dot;
       if (contexts_.is_long) {
-        for (int k = n; k < stride_; ++k) transposed_[column * stride_ + k] = 0.0f;
+        for (int k = n; k < stride_ && !is_summed_; ++k) attention_[column * stride_ + k] = 0.0f;
       } else {
         const AttendedNorm norm = attended_norm(score, gram_of(row), n);
         squares_[at] = norm.square;
@@ -178,7 +190,7 @@ class LongTile {
       for (int row = 0; row < n_rows_; row += Tile::kRows) {
         const int rows = part_of(n_rows_ - row, Tile::kRows);
         multiply_tile<3, Tile>(RowRun<float>{gram + int64_t{row} * stride_, rows, stride_},
-                               RowRun<float>{transposed_ + column * stride_, columns, stride_}, stride_, true);
+                               RowRun<float>{attention_ + column * stride_, columns, stride_}, stride_, true);
         for (int r = 0; r < rows && thread_index() < columns; ++r) {
           const float e = raw(row + r, column + thread_index());
           norm.square += e * scores[r * Tile::kScoreStride + thread_index()];
@@ -251,11 +263,12 @@ class LongTile {
   const ScoreProblem<S>& p_;
   const TileSets &contexts_, &queries_;
   const SlabLayout& layout_;
-  float *raw_, *transposed_, *factors_, *totals_, *dots_, *squares_, *scales_;
+  float *raw_, *attention_, *factors_, *totals_, *dots_, *squares_, *scales_;
   int32_t* column_sets_;
   const S *rows_, *columns_;
   int n_rows_ = 0, n_columns_ = 0;
-  int stride_ = 0;  // of the rows of the transpose
+  int stride_ = 0;          // of the rows of `attention_`, or of their parts
+  bool is_summed_ = false;  // whether norms come from sums of rows
 };
 
 template <typename S>

@@ -9,15 +9,25 @@
 
 #include "itm_fast/cuda/machine.h"
 #include "itm_fast/cuda/part_matrix.h"
-#include "itm_fast/cuda/row_sums.h"
 #include "itm_fast/cuda/score_tile.h"
 #include "itm_fast/cuda/set_tiles.h"
 
 namespace itm_fast::cuda {
 
+// The gradients of the scores of all pairs. The scores of text-to-image attention have images as rows, so their
+// gradients arrive transposed.
+struct ScoreGradients {
+  const float* values;
+  int64_t query_stride, context_stride;
+
+  ITM_FAST_DEVICE float at(int64_t query, int64_t context) const {
+    return values[query * query_stride + context * context_stride];
+  }
+};
+
 template <typename S>
 struct PairLists {
-  const float* gradients;  // (query sets, context sets), dense
+  ScoreGradients gradients;
   SetRows<S> queries, contexts;
   int32_t* context_lists;    // (context sets, query sets): the query sets of each context set
   int32_t* context_counts;   // pairs of each context set
@@ -38,7 +48,7 @@ struct PairLists {
   uint64_t* longest;  // zero at first; then the length of the longest set with a place
 
   ITM_FAST_DEVICE bool has_gradient(int64_t query, int64_t context) const {
-    return gradients[query * contexts.n_sets + context] != 0.0f;
+    return gradients.at(query, context) != 0.0f;
   }
 };
 
@@ -124,11 +134,17 @@ ITM_FAST_DEVICE void list_contexts(const PairLists<S>& p, int64_t first) {
   };
   const int64_t run = (n_queries + kListWarps - 1) / kListWarps;
   const int64_t begin = warp() * run, end = smaller(begin + run, n_queries);
+  const int64_t stride = p.gradients.query_stride;
+  const float* const gradients = p.gradients.values + begin * stride + context * p.gradients.context_stride;
+  const auto is_listed = [&](int64_t length, const float* gradient) {
+    return n_contexts > 0 && length > 0 && *gradient != 0.0f;
+  };
   int32_t count = 0;
   int64_t numbers = 0, largest = 0;
-  for (int64_t query = begin; query < end; ++query) {
+  const float* gradient = gradients;
+  for (int64_t query = begin; query < end; ++query, gradient += stride) {
     const int64_t length = p.queries.length(query);
-    if (n_contexts == 0 || length == 0 || !p.has_gradient(query, context)) continue;
+    if (!is_listed(length, gradient)) continue;
     const int64_t more = numbers_with(length);
     ++count;
     numbers += more;
@@ -143,9 +159,10 @@ ITM_FAST_DEVICE void list_contexts(const PairLists<S>& p, int64_t first) {
     at += counts_of_warps[w * 32 + lane()];
     numbers += numbers_of_warps[w * 32 + lane()];
   }
-  for (int64_t query = begin; query < end; ++query) {
+  gradient = gradients;
+  for (int64_t query = begin; query < end; ++query, gradient += stride) {
     const int64_t length = p.queries.length(query);
-    if (n_contexts == 0 || length == 0 || !p.has_gradient(query, context)) continue;
+    if (!is_listed(length, gradient)) continue;
     p.context_lists[context * n_queries + at] = static_cast<int32_t>(query);
     p.query_starts[context * n_queries + query] = numbers;
     ++at;

@@ -220,7 +220,7 @@ ITM_FAST_DEVICE void compare_by_gram(const PairRows<S>& rows, const PairNumbers&
   const PartTerm<Row> term{numbers.turned_attention().first, reinterpret_cast<const Row*>(rows.gram.first), n_contexts};
   each_range<Row>(n, n_contexts, [&](int first_row, int n_rows, int column) {
     const PartRange range{first_row, n_rows, column, n_contexts, rows.gram.stride, numbers.turned_stride};
-    sum_parts<true, Row>(range, 0, 1, [&](int32_t) { return term; });
+    sum_parts<true, PartTile<Row>>(range, 0, 1, [&](int32_t) { return term; });
     each_part_sum<Row>(
         range, [&](int j, int k, float sum) { numbers.mixed[(first_row + j) * numbers.stride + column + k] = sum; });
     barrier();  // The sums have been read.

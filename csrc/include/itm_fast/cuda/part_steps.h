@@ -46,19 +46,19 @@ struct PartRange {
 
 // Narrow tiles suit the sums of a set, tiles of 128 rows those of a matrix (block_products.h), which take half of the
 // rows to a warp.
-template <typename S, int kTileRows = 48>
+template <typename S, int kTileRows = 48, int kCoefficientParts = RowParts<S>::kOfCoefficients>
 struct PartTile {
   using Row = S;
   static constexpr bool kFloat = std::is_same_v<S, float>, kSplit = RowParts<S>::kSplit;
-  static constexpr int kRowParts = RowParts<S>::kOfRows, kParts = RowParts<S>::kOfCoefficients;
+  static constexpr int kRowParts = RowParts<S>::kOfRows, kParts = kCoefficientParts;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kRows = kTileRows, kRowWarps = kRows > 64 ? 2 : 1, kColumnWarps = kWarps / kRowWarps;
   static constexpr int kColumns = kSplit || kRowWarps > 1 ? 128 : 256, kGranule = 8, kDepth = 4 * kGranule;
-  static constexpr int kRing = kFloat || kSplit ? 2 : 3;
+  static constexpr int kRing = kFloat || kSplit || kParts > 2 ? 2 : 3;
   static constexpr int kRowTiles = kRows / 16 / kRowWarps, kColumnTiles = kColumns / kColumnWarps / 8;  // of a warp
   static constexpr int kListed = 128;  // granules in the table
   // Whether the products of a step are added up separately, because tensor cores truncate running sums.
-  static constexpr bool kByStep = !std::is_same_v<S, BFloat16>;
+  static constexpr bool kByStep = !std::is_same_v<S, BFloat16> || kParts > 2;
   // Tiles of columns that are multiplied together: their products alternate, so that none waits for the one before it.
   // Fragments of float32 take too many registers for all of them.
   static constexpr int kTogether = kFloat || kSplit ? 2 : 4;

@@ -3,10 +3,10 @@
 // may be anywhere in global memory. The gradient of a set's rows is such a sum, with a term for every pair of the set.
 //
 // A block computes kRows x kColumns of the result; each warp owns some columns, and all rows or half of them.
-// Coefficients have three parts for rows of float32, else two. Rows are split into parts in registers: three parts of
-// float32, two of float16, which are exact, one of bfloat16. Products of a step are added up separately, then added to
-// the sums in float32. Sums of bfloat16 rows do without: a list of 1,000 pairs is off by 2^-12 at most, and the result
-// has 8 bits.
+// Coefficients have three parts for rows of float32, else two unless the tile has three. Rows are split into parts in
+// registers: three parts of float32, two of float16, which are exact, one of bfloat16. Products of a step are added up
+// separately, then added to the sums in float32. Sums of bfloat16 rows with two parts do without: a list of 1,000 pairs
+// is off by 2^-12 at most, and the result has 8 bits.
 #pragma once
 
 #include "itm_fast/cuda/part_steps.h"
@@ -212,16 +212,15 @@ ITM_FAST_DEVICE void add_terms(WarpPartSums<Tile>& sums, const PartRange& range,
     for (int begin = 0; begin < total; begin += Tile::kListed) {
       const int count = static_cast<int>(smaller(total - begin, Tile::kListed));
       list_granules<Tile>(term, range, upto - of_term, begin, count);
-      barrier();  // The table is complete.
+      barrier();  // The table is complete, and the sums of another range have been read.
       add_granules(sums, copies, count, range.n_rows, n_columns);
     }
   }
 }
 
 // Writes the sum of the terms to ITM_FAST_PART_SUMS: row r and column c of the range at r * kSumStride + c.
-template <bool kAligned, typename S, typename TermAt>
+template <bool kAligned, typename Tile, typename TermAt>
 ITM_FAST_DEVICE void sum_parts(const PartRange& range, int32_t first, int32_t end, const TermAt& term_at) {
-  using Tile = PartTile<S>;
   const int thread = opaque(thread_index());  // What depends on it would take registers outside of this function.
   WarpPartSums<Tile> sums(thread);
   add_terms<kAligned>(sums, range, first, end, term_at, thread);

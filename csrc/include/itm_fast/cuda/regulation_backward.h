@@ -93,7 +93,7 @@ ITM_FAST_DEVICE void differentiate_tile(const RegulationBackward& p) {
 // Grid: blocks that are resident together.
 template <typename Tile>
 ITM_FAST_DEVICE void differentiate_regulation(const RegulationBackward& p) {
-  static_assert(Tile::kThreads == SumTile::kThreads);
+  static_assert(Tile::kThreads == RowSumTile::kThreads);
   const RegulationProblem<float>& f = p.forward;
   int32_t round = 0;
   const int64_t query_numbers = f.queries.n_rows * f.dim, context_numbers = f.contexts.n_rows * f.dim;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "itm_fast/cuda/regulation_backward_problem.h"
+#include "itm_fast/cuda/row_sums.h"
 
 namespace itm_fast::cuda {
 

@@ -11,25 +11,23 @@
 
 namespace itm_fast::cuda {
 
-using SumTile = RowSumTile<float>;
-
 // Adds sum_t A_t B_t of up to kRows x kColumns numbers to a gradient whose first row is at `out`.
 template <typename TermAt>
 ITM_FAST_DEVICE void add_row_sums(const SumRange& range, int64_t n_terms, float* out, const TermAt& term_at) {
-  sum_rows<float>(range, 0, static_cast<int32_t>(n_terms), term_at);
+  sum_rows(range, 0, static_cast<int32_t>(n_terms), term_at);
   each_row_sum(range, [&](int row, int column, float sum) {
     out[static_cast<int64_t>(range.first_row + row) * range.width + range.column + column] += sum;
   });
   barrier();  // The sums have been read.
 }
 
-constexpr int64_t row_blocks(int64_t rows) { return (rows + SumTile::kRows - 1) / SumTile::kRows; }
-constexpr int64_t column_blocks(int64_t columns) { return (columns + SumTile::kColumns - 1) / SumTile::kColumns; }
+constexpr int64_t row_blocks(int64_t rows) { return (rows + RowSumTile::kRows - 1) / RowSumTile::kRows; }
+constexpr int64_t column_blocks(int64_t columns) { return (columns + RowSumTile::kColumns - 1) / RowSumTile::kColumns; }
 
 ITM_FAST_DEVICE SumRange range_of(int64_t block, int64_t rows, int64_t columns, int64_t stride) {
-  const int64_t first = block / column_blocks(columns) * SumTile::kRows, left = rows - first;
-  return {static_cast<int>(first), static_cast<int>(left < SumTile::kRows ? left : SumTile::kRows),
-          static_cast<int>(block % column_blocks(columns) * SumTile::kColumns), static_cast<int>(columns),
+  const int64_t first = block / column_blocks(columns) * RowSumTile::kRows, left = rows - first;
+  return {static_cast<int>(first), static_cast<int>(left < RowSumTile::kRows ? left : RowSumTile::kRows),
+          static_cast<int>(block % column_blocks(columns) * RowSumTile::kColumns), static_cast<int>(columns),
           static_cast<int>(stride)};
 }
 
@@ -42,7 +40,7 @@ ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk 
   const int64_t end = chunk.first_tile + n_tiles * (part + 1) / kWeightParts;
   if (end == first) return;
   const SumRange range = range_of(block, product.outputs, product.inputs, product.input.width);
-  const auto term_at = [&](int32_t entry) -> SumTerm<float> {
+  const auto term_at = [&](int32_t entry) -> SumTerm {
     const ListedTile tile = listed_tile(p, first + entry);
     const int64_t row = chunk.row_of(tile);
     return {product.gradient.first == nullptr ? p.ones : product.gradient.at(product.gradient_step, row),
@@ -55,7 +53,7 @@ ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk 
 // Adds to the gradients of biases; each warp takes one output.
 ITM_FAST_DEVICE_APART void add_to_bias(const RegulationBackward& p, TileChunk chunk, int64_t number, int64_t block) {
   const WeightProduct product = weight_product(p, number);
-  const int64_t output = block * SumTile::kWarps + warp();
+  const int64_t output = block * RowSumTile::kWarps + warp();
   if (output >= product.outputs) return;
   float sum = 0.0f;
   for (int64_t first = chunk.first_tile; first < chunk.end_tile; first += 32) {
@@ -88,7 +86,7 @@ ITM_FAST_DEVICE_APART void add_to_contexts(const RegulationBackward& p, TileChun
   if (range.n_rows <= 0 || end <= first) return;
   // Each tile has two terms for each of its attentions.
   const int64_t per_tile = 2 * p.n_attentions();
-  const auto term_at = [&](int32_t entry) -> SumTerm<float> {
+  const auto term_at = [&](int32_t entry) -> SumTerm {
     const ListedTile tile = listed_tile(p, first + entry / per_tile);
     const int64_t row = chunk.row_of(tile), attention = entry % per_tile / 2;
     if (entry % 2 == 0) return {a.turned_attention.at(attention, row), a.attended.at(attention, row), tile.n_rows};
@@ -104,7 +102,7 @@ ITM_FAST_DEVICE_APART void add_to_contexts(const RegulationBackward& p, TileChun
 ITM_FAST_DEVICE_APART void add_to_queries(const RegulationBackward& p, TileChunk chunk, int64_t query,
                                           int64_t column_block) {
   const RegulationProblem<float>& f = p.forward;
-  const int64_t column = column_block * SumTile::kThreads + thread_index();
+  const int64_t column = column_block * RowSumTile::kThreads + thread_index();
   const int64_t n_rows = f.queries.length(query), first_row = f.queries.offset(query);
   const int64_t n_listed = p.lists.context_counts[query];
   for (int64_t first = 0; first < n_listed; first += 32) {
@@ -157,10 +155,10 @@ ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chu
   for (int64_t i = 0; i < p.n_products(); ++i) {
     const WeightProduct product = weight_product(p, i);
     if (product.bias < 0) continue;
-    tasks.share((product.outputs + SumTile::kWarps - 1) / SumTile::kWarps,
+    tasks.share((product.outputs + RowSumTile::kWarps - 1) / RowSumTile::kWarps,
                 [&](int64_t block) { add_to_bias(p, chunk, i, block); });
   }
-  const int64_t per_query = (f.dim + SumTile::kThreads - 1) / SumTile::kThreads;
+  const int64_t per_query = (f.dim + RowSumTile::kThreads - 1) / RowSumTile::kThreads;
   tasks.share(f.queries.n_sets * per_query,
               [&](int64_t task) { add_to_queries(p, chunk, task / per_query, task % per_query); });
 }

@@ -17,8 +17,7 @@ inline constexpr int kBackwardParts = 3;
 // The shared memory of a block: the products, or the sums of rows, then the remaining arrays.
 template <typename Tile>
 struct BackwardMemory {
-  static constexpr int kProducts =
-      Tile::kProductBytes > RowSumTile<float>::kBytes ? Tile::kProductBytes : RowSumTile<float>::kBytes;
+  static constexpr int kProducts = Tile::kProductBytes > RowSumTile::kBytes ? Tile::kProductBytes : RowSumTile::kBytes;
   static constexpr int kQueryRows = (kProducts + 15) / 16 * 16;
   static constexpr int kState = kQueryRows + kMostQueries * 8, kStateCount = 6;
   static constexpr int kStarts = kState + kStateCount * 8, kStartCount = kTileSets + 4;

@@ -90,7 +90,7 @@ ITM_FAST_DEVICE void sum_squares(const CrossAttentionBackward<S>& p, const PairC
   const int count = static_cast<int>(smaller(PartTile<Row>::kRows, to.n_rows - first));
   for (int column = 0; column < to.n_rows; column += PartTile<Row>::kColumns) {
     const PartRange range{first, count, column, to.n_rows, matrix.stride, matrix.stride};
-    sum_parts<true, Row>(range, entries.first, entries.last, [&](int32_t entry) -> PartTerm<Row> {
+    sum_parts<true, PartTile<Row>>(range, entries.first, entries.last, [&](int32_t entry) -> PartTerm<Row> {
       const Destination<S> to = destination_context(p, set);  // Looked up again: the sums need the registers.
       const ListedPair pair = pair_of(p, to, entry);
       const bool is_kept = has_place(p, chunk, pair);
@@ -200,7 +200,7 @@ ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const P
     }
     bool is_incomplete = false, has_exact = false;  // of the pairs that this lane looks up
     const int32_t last = entries.last + (has_squares ? 1 : 0);
-    sum_parts<kAligned, S>(range, entries.first, last, [&](int32_t entry) -> PartTerm<S> {
+    sum_parts<kAligned, PartTile<S>>(range, entries.first, last, [&](int32_t entry) -> PartTerm<S> {
       const Destination<S> to = destination_of(p, number);  // Looked up again: the sums need the registers.
       if (entry == entries.last) return {p.template gram_of<kParts>(to.set).first, to.values, to.n_rows};
       const ListedPair pair = pair_of(p, to, entry);

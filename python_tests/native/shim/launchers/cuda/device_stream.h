@@ -19,10 +19,11 @@
 
 namespace itm_fast::cuda {
 
-inline int64_t launches = 0;
+inline int64_t launches = 0, fills = 0;
 
-// The number of launches so far.
+// The numbers of launches and of fills with zeros so far.
 extern "C" __attribute__((used, visibility("default"))) inline int64_t itm_fast_launches() { return launches; }
+extern "C" __attribute__((used, visibility("default"))) inline int64_t itm_fast_fills() { return fills; }
 
 class DeviceStream {
  public:
@@ -46,6 +47,7 @@ class DeviceStream {
   int64_t processors() const { return 3; }
 
   void set_zero(void* memory, int64_t bytes) const {
+    ++fills;
     if (bytes > 0) std::memset(memory, 0, bytes);
   }
 
