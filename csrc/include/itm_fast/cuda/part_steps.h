@@ -15,7 +15,7 @@
 
 namespace itm_fast::cuda {
 
-// Parts of rows, and of their coefficients.
+// Parts of rows, and of their coefficients unless the tile has others.
 template <typename S>
 struct RowParts {
   static constexpr bool kSplit = false;  // The rows are a PartMatrix.
@@ -44,7 +44,7 @@ struct PartRange {
   int coefficient_stride;
 };
 
-// Narrow tiles suit the sums of a set, tiles of 128 rows those of a matrix (block_products.h), which take half of the
+// Narrow tiles suit the sums of a set, tiles of 128 rows those of a matrix (block_gradients.h), which take half of the
 // rows to a warp.
 template <typename S, int kTileRows = 48, int kCoefficientParts = RowParts<S>::kOfCoefficients>
 struct PartTile {

@@ -1,6 +1,7 @@
 // Sums of rows on tensor cores, each with its own coefficients: sum_t A_t' B_t of matrices A_t (depth of t, rows of the
 // result) in bfloat16 parts (part_matrix.h) and runs of rows B_t (depth of t, columns). B_t has the type S; the terms
 // may be anywhere in global memory. The gradient of a set's rows is such a sum, with a term for every pair of the set.
+// So are the attended vectors of a long set, with one term.
 //
 // A block computes kRows x kColumns of the result; each warp owns some columns, and all rows or half of them.
 // Coefficients have three parts for rows of float32, else two unless the tile has three. Rows are split into parts in
