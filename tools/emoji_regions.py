@@ -4,8 +4,9 @@
 
 A detector is trained on other pictures and stays fixed. Here, SCAN's convolutional network takes its role. It is
 trained on the bundled training pictures that the new data set leaves out; its outputs for the patches of a picture are
-the features of the picture's regions. The folder has the published layout. The same command on the same machine gives
-the same files. An interrupted call resumes where it stopped.
+the features of the picture's regions. The folder has the published layout. The same command on the same kind of
+processor gives the same files; another number of threads or another instruction set gives other features. An
+interrupted call resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _write_split(folder: Path, split: str, features: np.ndarray, captions: list[
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes the bundled data with region features.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1); 0: torch's choice")
     options = parser.parse_args(arguments)
     if not write_regions(options.out, threads=options.threads):
         print("stopped; the same command resumes", file=sys.stderr)
