@@ -28,6 +28,7 @@ from benchmarks import (
     micro_batches,
     reader,
     realignment,
+    regulated_former,
     regulated_step,
     rivals,
     scaling,
@@ -156,6 +157,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "cpu_amx": measured("cpu_amx", of_amx),
         "regulated_step": measured(
             "regulated_step", regulated_step.markdown, "python -m benchmarks.regulated_step --json {}"
+        ),
+        "regulated_former": measured(
+            "regulated_former", regulated_former.markdown, "python -m benchmarks.regulated_former ../former --json {}"
         ),
         "long_sets": measured("long_sets", long_sets.markdown, "python -m benchmarks.long_sets --json {}"),
         "laps": measured("laps", laps.markdown, "python -m benchmarks.laps --json {}"),

@@ -127,7 +127,7 @@ def markdown(results: dict[str, Any]) -> str:
         '"for 0.95" is the number of candidates that is enough for this recall. "open" is wall time after the files '
         "left the page cache. Memory is the peak of the process before the exact searches, with the mapped files. "
         f"Changes of ten among {cases[-1]['items']:,} images: {changed}, by the clock. "
-        "SCAN, d = 256, 36 regions per image, the model of `itm-fast demo`. Encoding takes "
+        "SCAN, d = 256, 36 regions per image. Encoding takes "
         f"{1e3 * results['encode_cpu_s_per_item']:.1f} ms of processor time per image, pooling and writing "
         f"{1e3 * results['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} with "
         f"`{where['command']}` at {commit_of(where)}: {where['processor']}, torch {where['torch']}; load of the "

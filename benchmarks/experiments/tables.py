@@ -117,15 +117,18 @@ def _where(results: Sequence[Mapping[str, Any]]) -> str:
     evaluated = [{**result["identity"]["fingerprints"]["evaluation"], "vocab.json": ""} for result in results]
     if any(content != evaluated[0] for content in evaluated):
         raise ValueError("results: expected recalls on the same images and captions, but their content differs")
+    environments = [result["environment"] for result in results]
     places = {
-        f"{result['environment']['processor']}, {_threads(result['environment']['threads'])}"
+        f"{where['processor']} with {where['instruction_set']}, {_threads(where['threads'])}"
         + ("" if result["device"] == "cpu" else f", {result['device']}")
-        for result in results
+        for result, where in zip(results, environments, strict=True)
     }
     loads = [load for result in results for load in result["load_average"].values()]
-    cores = max(result["environment"]["cores"] for result in results)
+    cores = max(where["cores"] for where in environments)
+    changed = sum(where["uncommitted_changes"] is True for where in environments)
+    uncommitted = f", {changed} of {len(results)} runs with uncommitted changes" if changed else ""
     text = (
-        f"Measured on {'; '.join(sorted(places))}. Seconds are medians; the machine's load average was "
+        f"Measured on {'; '.join(sorted(places))}{uncommitted}. Seconds are medians; the machine's load average was "
         f"{min(loads):.1f} to {max(loads):.1f} with {cores} cores"
     )
     timed = [result for result in results if result["cpu_seconds"] is not None]

@@ -103,8 +103,9 @@ def test_an_experiment_from_nothing_to_its_table(
     longest = max(in_order, key=lambda result: result["cpu_seconds"])
     cpu, clock = f"{longest['cpu_seconds']:.0f} CPU seconds", f"{longest['seconds']:.0f} by the clock."
     assert partial[6].endswith(f"{os.cpu_count()} cores, and the longest run took {cpu}, {clock}")
-    threads = scan["environment"]["threads"]
-    assert f", {threads} thread{'s' * (threads != 1)}. Seconds are medians; the machine's load" in partial[6]
+    where = scan["environment"]
+    place = f" with {where['instruction_set']}, {where['threads']} thread{'s' * (where['threads'] != 1)}"
+    assert f"Measured on {where['processor']}{place}" in partial[6]
     for result in found.values():
         assert 0 < result["cpu_seconds"] < 1.5 * result["environment"]["threads"] * result["seconds"] + 5
         assert min(result["load_average"].values()) >= 0
@@ -130,8 +131,16 @@ def test_an_experiment_from_nothing_to_its_table(
 
     changed = json.loads(json.dumps(fixed))
     changed["test"]["i2t_meanr"] += 0.01
-    (tmp_path / "results" / "fixed-seed0.json").write_text(json.dumps(changed))
-    assert the_table(tool, experiment)[8] == "fixed equals SCAN + RAR, recall by recall: NO."
+    for name, result in {**measured(tmp_path), "fixed-seed0": changed}.items():
+        result["environment"]["uncommitted_changes"] = name == "fixed-seed0"
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(result))
+    lines = the_table(tool, experiment)
+    assert f"{place}, 1 of 4 runs with uncommitted changes. Seconds are medians; the machine's load" in lines[6]
+    assert lines[8] == "fixed equals SCAN + RAR, recall by recall: NO."
+    for name, result in measured(tmp_path).items():
+        result["environment"]["uncommitted_changes"] = False
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(result))
+    assert f"{place}. Seconds are medians; the machine's load" in the_table(tool, experiment)[6]
 
 
 def test_ensembles_are_evaluated_once_their_runs_are_there(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from benchmarks import long_sets, regulated_step
+from benchmarks import long_sets, regulated_former, regulated_step
 from itm_fast.benchmarking.workloads import Sizes
 from python_tests.helpers.fragments import native_calls
 
@@ -28,6 +31,27 @@ def test_steps_of_rcar() -> None:
     lines = regulated_step.markdown(results).splitlines()
     assert lines[2] == "| itm_fast, forward | 2.00 s [1.00, 3.00] | 1.00 | 5 MB |  |"
     assert lines[4].startswith("| itm_fast, step, all negatives | 9.00 s [1.00, 3.00] | 4.50 | 5 MB | ")
+
+
+def test_steps_of_rcar_against_a_former_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = regulated_former.measure(regulated_former.ROOT, "all", 4, 16)
+    assert found["seconds"] > 0
+    assert 0 <= found["peak_bytes"] < 50_000_000
+
+    def measure(checkout: Path, form: str, batch: int, dim: int) -> dict[str, float]:
+        times = {"scores": 2.0, "hardest": 3.0, "all": 10.0}
+        return {"seconds": times[form] * (2 if checkout.name == "other" else 1), "peak_bytes": 5_000_000}
+
+    monkeypatch.setattr(regulated_former, "measure", measure)
+    with pytest.raises(subprocess.CalledProcessError):
+        regulated_former.run(Path("other"), rounds=1, batch=4, dim=16)
+    results = regulated_former.run(regulated_former.ROOT, rounds=2, batch=4, dim=16)
+    assert results["former_commit"] == results["environment"]["commit"]
+    results["measured"]["former"]["all"][1]["seconds"] = 30.0
+    lines = regulated_former.markdown(results).splitlines()
+    assert lines[4] == (
+        "| step, all negatives | 20.00 s [10.00, 30.00] | 10.00 | 5 MB | 10.00 s [10.00, 10.00] | 5.00 | 5 MB | 2.00 |"
+    )
 
 
 def test_long_sets() -> None:
