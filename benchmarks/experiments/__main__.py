@@ -1,8 +1,7 @@
 """Train the runs of an experiment one after the other, and write tables and figures of the results.
 
-    python -m benchmarks.experiments run     benchmarks/experiments/rcar-claims.yaml
-    python -m benchmarks.experiments figures benchmarks/experiments/selhn-claims.yaml
-    python -m benchmarks.experiments table   FILE --page docs/performance/results/rcar.md [--check]
+    python -m benchmarks.experiments run benchmarks/experiments/rcar-claims.yaml
+    python -m benchmarks.experiments page docs/performance/results/rcar.md [--run] [--check]
 
 An experiment is a YAML file with these keys:
 
@@ -22,7 +21,8 @@ An experiment is a YAML file with these keys:
 - `figures`: each with a `file` (SVG, for docs/images), a `text` that describes it, `rows`, optionally a
   `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
 
-`run` may be called several times, or with `--jobs`: the processes share the runs.
+`run` may be called several times, or with `--jobs`: the processes share the runs. `page` draws the figures and writes the
+tables of all experiments that a page has markers for, with `--run` after training what has no result.
 
 Each run writes one JSON file atomically. A run whose loss is no longer finite has the result that it diverged: it wins
 no grid, and its row has no mean. A run with a result is not repeated; an interrupted or killed run resumes from
@@ -48,14 +48,15 @@ from benchmarks.experiments.files import BUNDLED, ROOT, Experiment, Run, sha256,
 from benchmarks.experiments.queue import work_off
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import ANCHOR, result_of, weights_of, with_winners
-from benchmarks.experiments.tables import rendered, table
+from benchmarks.experiments.tables import experiments_of, rendered, table
 from benchmarks.experiments.traces import as_text, score_histogram, training_curves
 from itm_fast import config as settings
 from itm_fast.files import atomic
 from itm_fast.models.base import WEIGHTS_FILE
 from itm_fast.training import TrainConfig
 
-RESULTS, RUNS = ROOT / "benchmarks" / "results" / "experiments", Path("runs/experiments")
+LISTS, RESULTS = ROOT / "benchmarks" / "experiments", ROOT / "benchmarks" / "results" / "experiments"
+RUNS = Path("runs/experiments")
 
 
 def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machine: Any) -> bool:
@@ -209,12 +210,26 @@ def _figures(options: argparse.Namespace, experiment: Experiment, results: Path)
 
 
 def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
-    text = table(with_winners(experiment, results), results)
-    if options.page is None:
-        print(text, end="")
-        return 0
-    before = options.page.read_text(encoding="utf-8")
-    after = rendered(before, experiment.path.stem, text)
+    print(table(with_winners(experiment, results), results), end="")
+    return 0
+
+
+def _page(options: argparse.Namespace) -> int:
+    before = after = options.page.read_text(encoding="utf-8")
+    names = experiments_of(before)
+    if not names:
+        raise ValueError(f"{options.page}: expected at least one line '<!-- experiment NAME -->'")
+    for name in names:
+        path, results = LISTS / f"{name}.yaml", RESULTS / name
+        if options.run:
+            shared = ["--jobs", str(options.jobs), "--threads", str(options.threads)]
+            code = main(["run", str(path), "--results", str(results), *shared])
+            if code:
+                return code
+        experiment = read(path)
+        if not options.check:
+            _figures(options, experiment, results)
+        after = rendered(after, name, table(with_winners(experiment, results), results))
     if options.check and after != before:
         raise ValueError(f"{options.page}: is out of date; write it again without --check")
     if not options.check:
@@ -224,29 +239,35 @@ def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run experiments, and write tables and figures of their results.")
-    commands = parser.add_subparsers(required=True, metavar="run|figures|table")
+    commands = parser.add_subparsers(required=True, metavar="run|figures|table|page")
     run = commands.add_parser("run", help="train and evaluate runs without a result")
     run.add_argument("--out", type=Path, help=f"folder of the run directories (default: {RUNS}/NAME)")
     run.add_argument("--row", action="append", help="only this row; may be repeated")
     run.add_argument("--seed", type=int, help="only this seed")
     run.add_argument("--device", default="cpu")
-    run.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    run.add_argument("--jobs", type=int, default=1, help="processes that share the runs (default: 1)")
     run.set_defaults(action=_run)
     figures = commands.add_parser("figures", help="draw the figures")
     figures.set_defaults(action=_figures)
-    write = commands.add_parser("table", help="print the table, or write it into a page")
-    write.add_argument("--page", type=Path, help="Markdown file with the markers of the experiment")
-    write.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
+    write = commands.add_parser("table", help="print the table")
     write.set_defaults(action=_table)
     for command in (run, figures, write):
         command.add_argument("experiment", type=Path, metavar="FILE", help="the experiment as YAML")
         command.add_argument(
             "--results", type=Path, help="folder of the JSON files (default: under benchmarks/results)"
         )
+    page = commands.add_parser("page", help="draw the figures and write the tables of a page")
+    page.add_argument("page", type=Path, metavar="PAGE", help="Markdown file with the markers of experiments")
+    how = page.add_mutually_exclusive_group()
+    how.add_argument("--run", action="store_true", help="first train and evaluate runs without a result")
+    how.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
+    for command in (run, page):
+        command.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+        command.add_argument("--jobs", type=int, default=1, help="processes that share the runs (default: 1)")
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        if "page" in options:
+            return _page(options)
         experiment = read(options.experiment)
         return options.action(options, experiment, options.results or RESULTS / experiment.path.stem)
     except (ValueError, OSError) as error:

@@ -1,11 +1,12 @@
 """Tables of the results of benchmarks/experiments/__main__.py, as Markdown.
 
-Inside: `table`, `rendered`.
+Inside: `table`, `experiments_of`, `rendered`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.experiments.files import Experiment, shown_path
 from benchmarks.experiments.results import result_of
 from benchmarks.experiments.verdicts import verdicts
 
-__all__ = ["rendered", "table"]
+__all__ = ["experiments_of", "rendered", "table"]
 
 _NOT_RUN, _DIVERGED = "not run", "diverged"
 
@@ -149,6 +150,11 @@ def _agreement(first: Mapping[int, Any], second: Mapping[int, Any]) -> str:
         return _NOT_RUN
     same = all(first[seed] == second[seed] and math.isfinite(first[seed]["rsum"]) for seed in common)
     return "yes" if same else "NO"
+
+
+def experiments_of(page: str) -> list[str]:
+    """Return the names of the experiments whose tables stand on `page`, in order."""
+    return re.findall(r"^<!-- experiment (\S+) -->$", page, flags=re.MULTILINE)
 
 
 def rendered(page: str, name: str, text: str) -> str:

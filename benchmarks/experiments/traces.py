@@ -23,14 +23,15 @@ _CURVES = {
     ),
     "validation": ("step", "rsum", "mean_distance"),
 }  # fmt: skip
-_OF_ADDR = "domain_risk"
+# Of training steps of ADDR, and of FDF with realignment: the loss of the fused feature.
+_OF_SOME = ("domain_risk", "online_loss")
 _BIN_WIDTH, _MAX_BINS = 0.02, 400
 
 
 def training_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
     """Return the log of a run as columns of numbers with five digits, None where a line lacks one.
 
-    Only runs of ADDR have the risk of their discriminators.
+    Only runs of ADDR have the risk of their discriminators, and only those of FDF the loss of the fused feature.
 
     Args:
         metrics: the lines of `metrics.jsonl`.
@@ -39,8 +40,9 @@ def training_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
         kind: {name: [_short(line.get(name)) for line in metrics if line["kind"] == kind] for name in names}
         for kind, names in _CURVES.items()
     }
-    if any(_OF_ADDR in line for line in metrics):
-        curves["train"][_OF_ADDR] = [_short(line.get(_OF_ADDR)) for line in metrics if line["kind"] == "train"]
+    for name in _OF_SOME:
+        if any(name in line for line in metrics):
+            curves["train"][name] = [_short(line.get(name)) for line in metrics if line["kind"] == "train"]
     return curves
 
 

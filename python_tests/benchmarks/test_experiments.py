@@ -143,6 +143,41 @@ def test_an_experiment_from_nothing_to_its_table(
     assert f"{place}. Seconds are medians; the machine's load" in the_table(tool, experiment)[6]
 
 
+def test_a_page_is_made_from_nothing_by_one_command(
+    tool: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "small.yaml", data, seeds=[0], rows=[{"name": "SCAN"}], equal=[])
+    monkeypatch.setattr(tool, "LISTS", tmp_path)
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n")
+    assert tool.main(["page", str(page)]) == 1
+    assert capsys.readouterr().err == (
+        f"experiments: error: {page}: expected at least one line '<!-- experiment NAME -->'\n"
+    )
+    page.write_text("# Page\n\n<!-- experiment small -->\n<!-- end of experiment small -->\n\nLast words.\n")
+    assert tool.main(["page", str(page), "--run", "--threads", "1"]) == 0
+    (result,) = (tmp_path / "results" / "small").iterdir()
+    found = json.loads(result.read_text())
+    lines = page.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("# Page", "Last words.")
+    assert f"| SCAN | {found['test']['rsum']:.1f} | " in page.read_text()
+    assert found["environment"]["threads"] == 1
+    assert tool.main(["page", str(page), "--check"]) == 0
+
+    text = page.read_text()
+    page.write_text(text.replace("Spread is", "Spread was"))
+    capsys.readouterr()
+    assert tool.main(["page", str(page), "--check"]) == 1
+    assert capsys.readouterr().err.endswith("page.md: is out of date; write it again without --check\n")
+    assert tool.main(["page", str(page)]) == 0
+    assert page.read_text() == text
+    (tmp_path / "small.yaml").rename(tmp_path / "other.yaml")
+    assert tool.main(["page", str(page)]) == 1
+    assert "small.yaml" in capsys.readouterr().err
+
+
 def test_ensembles_are_evaluated_once_their_runs_are_there(
     tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

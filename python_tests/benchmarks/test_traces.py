@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.experiments.traces import as_metrics, training_curves
 
 
-def test_only_runs_of_addr_keep_the_risk_of_their_discriminators() -> None:
+def test_values_that_only_some_methods_log() -> None:
     lines: list[dict[str, Any]] = [
         {"kind": "train", "step": 10, "discriminator_loss": 0.71234567, "domain_risk": 0.71234567},
         {"kind": "train", "step": 20, "loss": 3.0, "domain_risk": 0.25},
@@ -22,4 +22,6 @@ def test_only_runs_of_addr_keep_the_risk_of_their_discriminators() -> None:
         lines[2],
     ]
     others = training_curves(lines[2:])
-    assert "domain_risk" not in others["train"]
+    assert not {"domain_risk", "online_loss"} & set(others["train"])
+    lines[1] = {"kind": "train", "step": 20, "loss": 3.0, "online_loss": 2.0}
+    assert training_curves(lines[1:])["train"]["online_loss"] == [2.0]
