@@ -21,8 +21,8 @@ An experiment is a YAML file with these keys:
 - `figures`: each with a `file` (SVG, for docs/images), a `text` that describes it, `rows`, optionally a
   `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
 
-`run` may be called several times, or with `--jobs`: the processes share the runs. `page` draws the figures and writes the
-tables of all experiments that a page has markers for, with `--run` after training what has no result.
+`run` may be called several times, or with `--jobs`: the processes share the runs. `page` draws the figures and writes
+the tables of all experiments that a page has markers for, with `--run` after training what has no result.
 
 Each run writes one JSON file atomically. A run whose loss is no longer finite has the result that it diverged: it wins
 no grid, and its row has no mean. A run with a result is not repeated; an interrupted or killed run resumes from
