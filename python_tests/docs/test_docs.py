@@ -33,8 +33,8 @@ OPTIONS = {
     name: {"--help", *(o for p in command.params if not p.hidden for o in [*p.opts, *p.secondary_opts])}
     for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
 }
-# Options of torchrun and of the fuzzer that pages mention, too.
-OTHERS = {"--shutdown-timeout", "--nproc-per-node", "--only"}
+# Options of torchrun, the fuzzer and the experiments that pages mention, too.
+OTHERS = {"--shutdown-timeout", "--nproc-per-node", "--only", "--run"}
 
 
 def short(page: Path) -> str:
