@@ -2,7 +2,7 @@
 
 git worktree add ../former 97207c64    # the last commit whose backward of the regulators is PyTorch
 cd ../former && python setup.py build_ext --inplace && cd -
-python -m benchmarks.regulated_former ../former --json benchmarks/results/regulated_former.json   # 20 minutes
+python -m benchmarks.regulated_former ../former --json benchmarks/results/regulated_former.json   # half an hour
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train the runs of an experiment one after the other, and write tables and figures of the results.
 
     python -m benchmarks.experiments run benchmarks/experiments/rcar-claims.yaml
-    python -m benchmarks.experiments page docs/performance/results/rcar.md [--run] [--check]
+    python -m benchmarks.experiments page docs/performance/results/rcar.md [--run | --check]
 
 An experiment is a YAML file with these keys:
 
@@ -22,7 +22,7 @@ An experiment is a YAML file with these keys:
   `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
 
 `run` may be called several times, or with `--jobs`: the processes share the runs. `page` draws the figures and writes
-the tables of all experiments that a page has markers for, with `--run` after training what has no result.
+the tables of all experiments that a page has markers for. With `--run` it first trains what has no result.
 
 Each run writes one JSON file atomically. A run whose loss is no longer finite has the result that it diverged: it wins
 no grid, and its row has no mean. A run with a result is not repeated; an interrupted or killed run resumes from

@@ -23,7 +23,7 @@ _CURVES = {
     ),
     "validation": ("step", "rsum", "mean_distance"),
 }  # fmt: skip
-# Of training steps of ADDR, and of FDF with realignment: the loss of the fused feature.
+# Logged by ADDR, and by FDF with realignment: the discriminators' risk, and the loss of the fused feature.
 _OF_SOME = ("domain_risk", "online_loss")
 _BIN_WIDTH, _MAX_BINS = 0.02, 400
 
@@ -31,7 +31,8 @@ _BIN_WIDTH, _MAX_BINS = 0.02, 400
 def training_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
     """Return the log of a run as columns of numbers with five digits, None where a line lacks one.
 
-    Only runs of ADDR have the risk of their discriminators, and only those of FDF the loss of the fused feature.
+    Only runs of ADDR have the risk of their discriminators, and only those of FDF with realignment the loss of the
+    fused feature.
 
     Args:
         metrics: the lines of `metrics.jsonl`.
