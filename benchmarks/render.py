@@ -10,6 +10,7 @@ they exist.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -123,6 +124,7 @@ def claims_in_numbers() -> str:
     return counted({paper: (f"performance/results/{name}.md", claimed(name)) for paper, name in PAPERS.items()})
 
 
+@functools.cache  # Several sections show the same experiments.
 def claimed(name: str) -> list[tuple[Experiment, Path]]:
     """Return the experiments on a paper's claims, with the folders of their results."""
     found = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 __all__ = ["Plugins"]
@@ -37,4 +39,10 @@ class Plugins:
             )
 
     def _found(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self.group)}
+        return _declared(self.group, tuple(sys.path))
+
+
+@lru_cache(maxsize=8)
+def _declared(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name; reading those of all packages takes long, and each setting asks."""
+    return {point.name: point for point in entry_points(group=group)}

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import attrs
@@ -76,6 +77,7 @@ def register(name: str, *, mining: tuple[str, ...] | None = None) -> Callable[[L
     return decorate
 
 
+@cache
 def _load_built_in() -> None:
     """Import every module of this folder, so that each registers its losses."""
     package = __name__.rpartition(".")[0]

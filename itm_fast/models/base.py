@@ -366,6 +366,7 @@ def model_class(name: str) -> type[MatchingModel]:
     return _MODELS[name]
 
 
+@functools.cache
 def _load_built_in() -> None:
     """Import every module of this folder, so that each registers its models."""
     package = __name__.rpartition(".")[0]
