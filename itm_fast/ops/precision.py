@@ -67,11 +67,11 @@ def compute_precision(tensor: Tensor) -> str:
 @constant_in_graphs
 def _float32_setting(device: str) -> str:
     # The older getter raises once the user has set the newer per-backend form.
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "highest"
     backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
     newer: str = getattr(backend.matmul, "fp32_precision", "none")
-    if newer != "none":
-        return newer
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return "highest"
+    # PyTorch sets TF32 on CUDA for "medium", too.
+    return older if newer == "none" or (newer, older) == ("tf32", "medium") else newer

@@ -14,7 +14,7 @@ import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import peak_memory
-from itm_fast.ops import library
+from itm_fast.ops import library, precision
 from itm_fast.ops.cross_attention import longest_set, rounded_length
 from itm_fast.ops.library import use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
@@ -170,6 +170,15 @@ def test_precision_follows_the_setting_in_both_forms() -> None:
         assert compute_precision(single) == expected
     assert compute_precision(torch.zeros(1, dtype=torch.float64)) == "float64"
     assert compute_precision(torch.zeros(1, dtype=torch.float16)) == "fp16"
+
+
+@pytest.mark.usefixtures("_matmul_precision")
+@pytest.mark.parametrize("setting", ["highest", "high", "medium"])
+def test_a_gpu_knows_medium_from_high(setting: str) -> None:
+    """PyTorch sets TF32 for both on CUDA."""
+    torch.set_float32_matmul_precision(setting)
+    precisions = {"highest": ("ieee", "none", "highest"), "high": ("tf32", "high"), "medium": ("medium",)}
+    assert precision._float32_setting("cuda") in precisions[setting]
 
 
 @pytest.mark.usefixtures("_matmul_precision")
