@@ -127,6 +127,18 @@ def test_the_hardest_negatives_need_three_pairs_per_anchor() -> None:
     assert 24 < needed <= 3 * 24
 
 
+@pytest.mark.parametrize(("most", "calls"), [(0, [2, 1, 2]), (6, [4, 2]), (8, [4, 2]), (12, [12]), (256, [12])])
+def test_a_gpu_scores_several_columns_together(most: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs of columns 0, 5 and 8 are in rows 0 and 3, in row 3, and in rows 2 and 6."""
+    monkeypatch.setattr(gradient_sparse, "_pairs_together", lambda device: most)
+    torch.manual_seed(1)
+    module = Host().double()
+    assert_equal(*both(module, sparse_gradient(), 1000))
+    assert module.scored(with_gradient=True) == calls
+    assert_equal(*both(module, sparse_gradient().t().contiguous(), 1000))
+    assert module.scored(with_gradient=True)[-len(calls) :] == calls
+
+
 def test_a_dense_gradient() -> None:
     torch.manual_seed(3)
     module = Host().double()
