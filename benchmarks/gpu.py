@@ -77,16 +77,23 @@ ACCURACIES: dict[str, tuple[Callable[..., dict[str, float]], int]] = {
 
 @dataclass(frozen=True)
 class GpuPreset:
-    """How much is measured."""
+    """How much is measured.
+
+    Attributes:
+        galleries: images and captions of evaluations, and whether the loop and the packed form evaluate them, too.
+        runs, loop_runs: at most; a variant that takes long runs less often, see `SECONDS_OF_RUNS`.
+        product: rows, columns and depth of the matrix product that measures the GPU's peak.
+        compiled: also the packed form under torch.compile.
+    """
 
     batches: tuple[int, ...]
     step_batch: int
     dim: int
     loss_batches: tuple[int, ...]
-    gallery: tuple[int, int]  # images and captions of an evaluation
+    galleries: tuple[tuple[int, int, bool], ...]
     runs: int
     loop_runs: int
-    product: int  # rows, columns and depth of the matrix product that measures the GPU's peak
+    product: int
     copied_bytes: int
     compiled: bool = True
     memory: bool = True
@@ -94,17 +101,23 @@ class GpuPreset:
     patches: tuple[PatchSizes, ...] = PATCH_SIZES
 
 
+# Seconds for the runs of a variant, unless the fewest runs take longer.
+SECONDS_OF_RUNS, FEWEST_RUNS = 1.0, 3
+
 PRESETS = {
-    "full": GpuPreset((128, 1024), 128, 1024, (128, 4096, 8192), (5000, 25000), 30, 5, product=8192, copied_bytes=GIB),
+    "full": GpuPreset(
+        *((128, 1024), 128, 1024, (128, 4096, 8192), ((5000, 25000, True),), 30, 5),
+        product=8192,
+        copied_bytes=GIB,
+    ),
     "quick": GpuPreset(
-        *((128,), 128, 1024, (128, 4096), (1000, 5000), 10, 3),
+        *((128, 1024), 128, 1024, (128, 4096, 8192), ((1000, 5000, True), (5000, 25000, False)), 10, 3),
         product=8192,
         copied_bytes=GIB,
         compiled=False,
-        patches=PATCH_SIZES[1:2],
     ),
     "dry": GpuPreset(
-        *((4,), 4, 16, (8,), (2, 10), 2, 1),
+        *((4,), 4, 16, (8,), ((2, 10, True), (3, 15, False)), 2, 1),
         product=64,
         copied_bytes=1 << 16,
         compiled=False,
@@ -171,15 +184,16 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
             for mining in minings:
                 name, arguments = f"{kind} {mining} {batch}", (batch, mining, device)
                 found.append(_Workload(name, make, arguments, _fixed(cost_of(batch)), plain, of_scores))
-    images, captions = preset.gallery
-    sizes, label = Sizes(images, captions, preset.dim, device), f"{images} x {captions}"
-    fixed = _fixed(costs.ranks(images, captions))
-    found.append(_Workload(f"ranks {label}", make_ranks, (sizes,), fixed, plain, of_scores))
-    # The loop and the packed form take minutes there, so they run once.
-    once = {"loop": 1, "packed bounded": 1}
-    natives = ("native", "native high", "native bf16")
-    cost = partial(costs.evaluation, images, captions, preset.dim)
-    found.append(_Workload(f"evaluation {label}", workloads.make_evaluation, (sizes,), _of(cost), once, natives))
+    for images, captions, with_baselines in preset.galleries:
+        sizes, label = Sizes(images, captions, preset.dim, device), f"{images} x {captions}"
+        fixed = _fixed(costs.ranks(images, captions))
+        found.append(_Workload(f"ranks {label}", make_ranks, (sizes,), fixed, plain, of_scores))
+        # The loop and the packed form take minutes for the largest gallery, so they run once.
+        once = {"loop": 1, "packed bounded": 1} if with_baselines else {}
+        evaluating = ("native", "native high", "native bf16")
+        cost = partial(costs.evaluation, images, captions, preset.dim)
+        make_evaluation = workloads.make_evaluation
+        found.append(_Workload(f"evaluation {label}", make_evaluation, (sizes,), _of(cost), once, evaluating))
     return found
 
 
@@ -279,13 +293,15 @@ def _measured(
     make.__name__ = workload.make.__name__
     failed: dict[str, str] = {}
     repeats = {**workload.baselines, **dict.fromkeys(natives, preset.runs)}
-    for variant in [name for name, count in repeats.items() if count > 1]:
-        progress(f"{workload.name}: first run of {variant}")
+    for variant, count in [(name, count) for name, count in repeats.items() if count > 1]:
+        progress(f"{workload.name}: first runs of {variant}")
         try:
-            make(variant, *workload.arguments)()
+            seconds = _seconds_of(make(variant, *workload.arguments), meter)
         except Exception as error:
             failed[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
             del repeats[variant]
+            continue
+        repeats[variant] = min(count, max(FEWEST_RUNS, int(SECONDS_OF_RUNS / max(seconds, 1e-9))))
     found = measure_variants(make, repeats, workload.arguments, meter=meter, memory=preset.memory, progress=progress)
     found["cost"] = asdict(workload.cost(2))
     for variant, figures in found["variants"].items():
@@ -294,6 +310,12 @@ def _measured(
         if not variant.endswith((" graph", " compiled")):
             figures |= _accuracy(workload, variant)
     return found, failed
+
+
+def _seconds_of(call: Callable[[], Any], meter: Meter) -> float:
+    """Return the seconds of the second call; the first one may compile."""
+    call()
+    return meter.time_of(call)
 
 
 def _accuracy(workload: _Workload, variant: str) -> dict[str, Any]:
@@ -316,7 +338,10 @@ def rates(cost: Cost, seconds: float, reached: dict[str, dict[str, float]]) -> d
 
 
 def graphed(call: Callable[[], Any]) -> Callable[[], None]:
-    """Capture the call into a CUDA graph, after three runs on another stream, as capturing requires."""
+    """Capture the call into a CUDA graph, after three runs on another stream, as capturing requires.
+
+    The returned function holds the call, because the graph reads its inputs again.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -326,8 +351,12 @@ def graphed(call: Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Callable[[], Any]) -> None:
+    """Run the graph of the call `call`."""
+    graph.replay()
 
 
 def ceilings(preset: GpuPreset, meter: Meter) -> dict[str, dict[str, float]]:

@@ -63,7 +63,7 @@ def interleave(
         time_of: runs a call and returns its seconds.
         progress: called with a variant's name before each run.
     """
-    rounds = max(repeats.values())
+    rounds = max(repeats.values(), default=0)
     runs: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(-1, rounds):
         for name, call in variants.items():

@@ -106,7 +106,7 @@ def dry_run(**options: Any) -> dict[str, Any]:
 def test_a_run_holds_rates_of_the_cost_model() -> None:
     saved: list[int] = []
     results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
-    assert saved == [*range(1, 19), 18]
+    assert saved == [*range(1, 21), 20]
     found = results["workloads"]["scores 4"]
     assert found["cost"] == asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
@@ -160,9 +160,10 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
 
 
 def test_a_full_run_measures_every_line_of_the_predictions() -> None:
-    names = [workload.name for workload in gpu._workloads(gpu.PRESETS["full"], "cuda")]
-    assert len(set(names)) == len(names)
-    assert {workload.measured_as for workload in WORKLOADS} <= set(names)
+    for preset in ("full", "quick"):
+        names = [workload.name for workload in gpu._workloads(gpu.PRESETS[preset], "cuda")]
+        assert len(set(names)) == len(names)
+        assert {workload.measured_as for workload in WORKLOADS} <= set(names)
     negatives = {
         workload.name: workload.arguments[1:]
         for workload in gpu._workloads(gpu.PRESETS["full"], "cuda")
@@ -196,6 +197,7 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     regulated["maxsim scores 3 x 5"] = ["maxsim_scores"]
     regulated["maxsim step 3 x 5"] = ["maxsim_scores", "maxsim_scores_backward"]
     of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
+    of_scores["evaluation 3 x 15"] = scores
     of_scores |= {"step all 4": scores + backward, "matching step 4": ["matching_loss", *backward]}
     of_scores |= {"long scores 3 x 7": scores, "long step 3 x 7": scores + backward}
     boosting = {f"boosting {mining} 8": ["boosting_loss", "boosting_loss_backward"] for mining in ("hardest", "all")}
@@ -223,6 +225,16 @@ def test_a_variant_that_fails_is_written_down_and_the_others_are_measured(monkey
     assert "scores 4: packed bf16 failed with OutOfMemoryError: CUDA out of memory." in markdown(results)
 
 
+def test_slow_variants_run_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_seconds_of", lambda call, meter: 0.2)
+    [scores] = [w for w in gpu._workloads(replace(DRY, runs=30, loop_runs=4), "cpu") if w.name == "scores 4"]
+    found, _ = gpu._measured(
+        scores, scores.natives, DRY, CpuMeter(1), lambda _: None, dry_run(limit_s=-1.0)["ceilings"]
+    )
+    counts = {name: len(figures["runs_s"]) for name, figures in found["variants"].items()}
+    assert counts == {"loop": 4, **dict.fromkeys(["packed", "packed bf16"], 5), **dict.fromkeys(scores.natives, 2)}
+
+
 def test_what_the_limit_leaves_out_is_listed() -> None:
     results = dry_run(limit_s=-1.0)
     assert results["workloads"] == {}
@@ -230,6 +242,7 @@ def test_what_the_limit_leaves_out_is_listed() -> None:
     names += ["regulated scores 4", "regulated step 4", "regulated step all 4"]
     names += ["maxsim scores 3 x 5", "maxsim step 3 x 5", "loss hardest 8", "loss all 8"]
     names += ["loss selective 8", "boosting hardest 8", "boosting all 8", "ranks 2 x 10", "evaluation 2 x 10"]
+    names += ["ranks 3 x 15", "evaluation 3 x 15"]
     assert results["not_run"] == names
     assert f"Not run because of the time limit: {', '.join(names)}." in markdown(results)
 
