@@ -20,8 +20,8 @@ import cuda_toolkit
 import gpu_environment
 import gpu_sanitize
 import gpu_suite
-from gpu_environment import ROOT
-from gpu_stage import LIMIT_S, Stage, by_tests, last_line, run_logged
+from gpu_environment import LIMIT_S, ROOT
+from gpu_stage import Stage, by_tests, last_line, run_logged
 
 STAGES = ("build+smoke", "numbers", "bench", "sanitize")
 ALONE = ("suite", "coco")  # Only run if named: the first needs all packages, the second fills 20 GB of the disk.
@@ -50,6 +50,8 @@ def build(options: argparse.Namespace, dry: bool, base: str) -> tuple[str, str, 
     """Build and install for this GPU only; return outcome, detail and seconds."""
     if dry:
         return "passed", "a dry run builds nothing", 0.0
+    if options.built:
+        return "passed", "built elsewhere", 0.0
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or f"{architecture()}+PTX"
     environment = {**os.environ, "ITM_FAST_CUDA": "on", "TORCH_CUDA_ARCH_LIST": wanted}
     pip = [base, "-m", "pip", "--python", sys.executable, "install", "-q", "--no-index", "--no-deps"]
@@ -149,12 +151,14 @@ def missing_line(packages: list[str], wheels: Path) -> str:
     )
 
 
-def deadlines(names: tuple[str, ...] | list[str], began: float, short: bool) -> dict[str, float]:
+def deadlines(
+    names: tuple[str, ...] | list[str], began: float, short: bool, limit: float = LIMIT_S
+) -> dict[str, float]:
     """Return the seconds at which each stage ends at the latest; later named stages count from their own start."""
     if not short:
-        return {names[0]: began + LIMIT_S}
+        return {names[0]: began + limit}
     kept = {name: sum(KEPT_S[later] for later in names[number + 1 :]) for number, name in enumerate(names)}
-    return {name: began + LIMIT_S - seconds for name, seconds in kept.items()}
+    return {name: began + limit - seconds for name, seconds in kept.items()}
 
 
 def main() -> None:
@@ -164,13 +168,15 @@ def main() -> None:
     # Keep tools of the interpreter's environment, such as cmake and ninja, on the path.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{Path(shutil.which(base) or base).parent}:{os.environ['PATH']}"
     cuda_toolkit.put_on_path()
+    if options.built:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     names = options.stage or STAGES
-    limits = deadlines(names, time.monotonic(), short)
+    limits = deadlines(names, time.monotonic(), short, options.limit_s)
     options.out.mkdir(parents=True, exist_ok=True)
     built = build(options, dry, base)
     good = True
     for name in names:
-        stage = Stage(name, options, limits.get(name, time.monotonic() + LIMIT_S), dry, short)
+        stage = Stage(name, options, limits.get(name, time.monotonic() + options.limit_s), dry, short)
         stage.note("build", *built)
         if built[0] == "passed":
             try:

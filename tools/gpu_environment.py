@@ -25,6 +25,7 @@ WHEELS = ROOT / "benchmarks" / "wheels"
 # Of the interpreter: the build runs without isolation, and the tests run under pytest.
 BUILD_PACKAGES = ("pip", "setuptools", "pybind11", "pytest")
 DEVICE_VARIABLE = "ITM_FAST_GPU_CHECK_DEVICE"
+LIMIT_S = 480.0  # For one stage; the first one of a call includes the build.
 
 
 def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Namespace:
@@ -39,6 +40,14 @@ def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Nam
         "--out", type=Path, default=ROOT / "build" / "gpu_check" / "results", metavar="DIR",
         help="folder for JSON files and logs (build/gpu_check/results)",
     )  # fmt: skip
+    parser.add_argument(
+        "--built",
+        action="store_true",
+        help="use the libraries in itm_fast/, built elsewhere for this GPU; build nothing",
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=LIMIT_S, metavar="N", help=f"most seconds of a stage ({LIMIT_S:.0f})"
+    )
     parser.add_argument("--commit", metavar="HASH", help="commit of these sources, if they come without a history")
     options = parser.parse_args(arguments)
     for stage in options.stage:
@@ -134,14 +143,16 @@ def is_dry() -> bool:
     return device == "cpu"
 
 
-def check_device(wheels: Path) -> None:
-    """Raise SystemExit with one line if a requirement of the stages is missing."""
+def check_device(wheels: Path, *, built: bool = False) -> None:
+    """Raise SystemExit with one line if a requirement of the stages is missing; `built`: of those that do not build."""
     try:
         import torch
     except ImportError:
         raise SystemExit(f"gpu_check: {sys.executable} has no torch; name another by PYTHON3") from None
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise SystemExit(f"gpu_check: no CUDA device: torch {torch.__version__} sees none")
+    if built:
+        return
     if cuda_toolkit.find("nvcc") is None:
         searched = cuda_toolkit.SEARCHED
         raise SystemExit(f"gpu_check: no nvcc in {searched}; set CUDA_HOME to the folder of the CUDA toolkit")
@@ -162,7 +173,7 @@ def main() -> None:
     if is_dry():
         print(sys.executable)  # A dry run does not build or install anything.
         return
-    check_device(options.wheels)
+    check_device(options.wheels, built=options.built)
     print(prepare(options.wheels))
 
 

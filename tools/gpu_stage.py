@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu_environment
-from gpu_environment import ROOT
+from gpu_environment import LIMIT_S, ROOT
 
 KIND, FORMAT_VERSION = "itm_fast GPU check", 1
-LIMIT_S = 480.0  # For one stage; the first one of a call includes the build.
 
 Judge = Callable[[int, str], tuple[str, str]]
 

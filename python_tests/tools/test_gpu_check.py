@@ -238,6 +238,13 @@ def test_each_stage_has_its_limit_and_a_first_round_has_one_for_all(
     assert max(gpu_check.LIMIT_S, gpu_check.BUILD_LIMIT_S) <= 600 - 60
 
 
+def test_libraries_built_elsewhere_and_a_shorter_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "run_logged", lambda *_: pytest.fail("it builds"))
+    options = gpu_environment.parse(["bench", "--built", "--limit-s", "90", "--out", str(tmp_path)])
+    assert gpu_check.build(options, False, sys.executable) == ("passed", "built elsewhere", 0.0)
+    assert gpu_check.deadlines(options.stage, 7.0, False, options.limit_s) == {"bench": 97.0}
+
+
 def test_a_stage_that_fails_keeps_the_results_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One archive holds the results of all calls."""
 
