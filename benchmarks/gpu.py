@@ -84,6 +84,7 @@ class GpuPreset:
         runs, loop_runs: at most; a variant that takes long runs less often, see `SECONDS_OF_RUNS`.
         product: rows, columns and depth of the matrix product that measures the GPU's peak.
         compiled: also the packed form under torch.compile.
+        slow: also what takes long: native variants in further precisions, the loop at the largest batch.
     """
 
     batches: tuple[int, ...]
@@ -96,13 +97,14 @@ class GpuPreset:
     product: int
     copied_bytes: int
     compiled: bool = True
+    slow: bool = True
     memory: bool = True
     maxsim: tuple[MaxsimSizes, ...] = MAXSIM_SIZES
     patches: tuple[PatchSizes, ...] = PATCH_SIZES
 
 
 # Seconds for the runs of a variant, unless the fewest runs take longer.
-SECONDS_OF_RUNS, FEWEST_RUNS = 1.0, 3
+SECONDS_OF_RUNS, FEWEST_RUNS = 0.5, 3
 
 PRESETS = {
     "full": GpuPreset(
@@ -115,6 +117,7 @@ PRESETS = {
         product=8192,
         copied_bytes=GIB,
         compiled=False,
+        slow=False,
     ),
     "dry": GpuPreset(
         *((4,), 4, 16, (8,), ((2, 10, True), (3, 15, False)), 2, 1),
@@ -146,11 +149,14 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     # A CUDA graph shows the time of the kernels without Python's overhead.
     graph = ("native graph", "native bf16 graph") if device == "cuda" else ()
     natives = ("native", "native high", "native medium", "native bf16", *graph)
+    if not preset.slow:
+        natives = ("native", "native bf16", *graph[1:])
     found = []
     loop = {"loop": loop_runs, **packed}
     for batch in preset.batches:
         sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.scores, batch, batch, preset.dim)
-        found.append(_Workload(f"scores {batch}", workloads.make_scores, (sizes,), _of(cost), loop, natives))
+        beside = loop if preset.slow or batch <= preset.step_batch else packed
+        found.append(_Workload(f"scores {batch}", workloads.make_scores, (sizes,), _of(cost), beside, natives))
     sizes = Sizes(preset.step_batch, preset.step_batch, preset.dim, device)
     cost = partial(costs.step, preset.step_batch, preset.dim)
     found.append(_Workload(f"step {preset.step_batch}", workloads.make_step, (sizes,), _of(cost), loop, natives))
@@ -159,6 +165,7 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     cost = partial(dense_costs.step_cost, preset.step_batch, preset.dim)
     of_all = (sizes, "all")
     found.append(_Workload(f"step all {preset.step_batch}", workloads.make_step, of_all, _of(cost), packed, natives))
+    found += _regulated_workloads(preset, device, natives)
     sides = {"packed": runs, "packed bf16": runs}
     for long in preset.patches:
         name, arguments = f"long scores {long.tokens} x {long.patches}", (replace(long, device=device),)
@@ -170,7 +177,6 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
             partial(costs.step, long.batch, long.dim, long.tokens, regions=long.patches),
         )
         found.append(_Workload(name, gpu_workloads.make_long_step, arguments, _of(cost), sides, natives))
-    found += _regulated_workloads(preset, device, natives)
     for size in preset.maxsim:
         sized, label = (replace(size, device=device),), f"{size.words} x {size.patches}"
         cost, of_step = partial(maxsim_costs.scores_cost, size), partial(maxsim_costs.step_cost, size)
@@ -190,7 +196,7 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
         found.append(_Workload(f"ranks {label}", make_ranks, (sizes,), fixed, plain, of_scores))
         # The loop and the packed form take minutes for the largest gallery, so they run once.
         once = {"loop": 1, "packed bounded": 1} if with_baselines else {}
-        evaluating = ("native", "native high", "native bf16")
+        evaluating = ("native", "native high", "native bf16") if with_baselines else ("native bf16",)
         cost = partial(costs.evaluation, images, captions, preset.dim)
         make_evaluation = workloads.make_evaluation
         found.append(_Workload(f"evaluation {label}", make_evaluation, (sizes,), _of(cost), once, evaluating))
@@ -204,9 +210,11 @@ def _regulated_workloads(preset: GpuPreset, device: str, natives: tuple[str, ...
     make, found = regulated.make_regulated_scores, []
     for batch in preset.batches:
         sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_scores, batch, batch, preset.dim)
-        # If the baselines take seconds, the packed form runs once.
-        beside = baselines if batch <= preset.step_batch else {"packed": 1}
-        found.append(_Workload(f"regulated scores {batch}", make, (sizes,), _of(cost), beside, natives))
+        if batch <= preset.step_batch:
+            beside, measured = baselines, natives
+        else:  # A run takes seconds.
+            beside, measured = {}, ("native", "native bf16") if preset.slow else ("native bf16",)
+        found.append(_Workload(f"regulated scores {batch}", make, (sizes,), _of(cost), beside, measured))
     batch, step = preset.step_batch, regulated.make_regulated_step
     sizes = Sizes(batch, batch, preset.dim, device)
     for label, mining, partners, beside in (("", "hardest", 3, baselines), (" all", "all", batch, sides)):
