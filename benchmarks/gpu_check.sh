@@ -13,9 +13,9 @@
 # all results on this GPU into gpu_check_DEVICE.tar.gz there. The first four stages need torch, numpy and pytest. Wheels
 # of other packages are installed from benchmarks/wheels (--wheels DIR), if present; `make gpu-wheels` fetches them on a
 # machine with a network. nvcc is found in CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda*/bin and pip's packages.
-# --built uses the libraries in itm_fast/, built elsewhere for this GPU: a build takes minutes. --limit-s
-# N shortens the stages. --commit HASH names the commit of sources without a history. PYTHON3 names the interpreter with
-# torch.
+# --built uses the libraries in itm_fast/, built elsewhere for this GPU: a build takes minutes. --limit-s N shortens the
+# stages, and then measures as in a first round. --commit HASH names the commit of sources without a history. PYTHON3
+# names the interpreter with torch.
 # ITM_FAST_GPU_CHECK_DEVICE=cpu tries the script without a GPU; its results are marked as a dry run.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -115,7 +115,8 @@ def bench(stage: Stage) -> None:
     results = stage.options.out / f"{stage.file.stem}_measured.json"
     # Workloads start until shortly before the end, so that the last one can finish.
     until = f"{max(0.0, 0.7 * stage.left()):.0f}"
-    preset = "dry" if stage.dry else "quick" if stage.short else "full"
+    short = stage.short or stage.options.limit_s < LIMIT_S
+    preset = "dry" if stage.dry else "quick" if short else "full"
     command = [sys.executable, "-m", "benchmarks.gpu_bench", preset, str(results), until]
     stage.measured("benchmark", command + (["cpu"] if stage.dry else []), results)
     for workload, failed in stage.content["results"].get("failed", {}).items():
