@@ -73,7 +73,8 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const Cros
   place_scores<Tile>(p, workspace);
   const DeviceStream device(scores);
   launch_preparation(p, device);
-  device.launch(score_tile_kernel<S, kParts, Tile>, scoring_blocks(p), Tile::kThreads, p, kScoreBytes<Tile>);
+  using Scoring = ScoreTileOf<kParts>;
+  device.launch(score_tile_kernel<S, kParts, Scoring>, scoring_blocks(p), Scoring::kThreads, p, kScoreBytes<Scoring>);
   return scores;
 }
 

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kSetParts<S>))
   prepare_regulation<Tile>(parameters);
 }
 
-// One block per multiprocessor: with two, threads have so few registers that they spill around every product.
+// 16 warps leave 128 registers to a thread: steps spill a few, the loops of products none.
 template <typename S, int kParts, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     regulate_tiles_kernel(const __grid_constant__ RegulationProblem<S> parameters) {
@@ -46,7 +46,9 @@ void run(const Call& call, float* scores, float* alignments) {
   const Tensor memory = scratch(call.queries, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
   place_regulation<kParts, Tile>(p, sizes, workspace);
-  device.launch(prepare_regulation_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
+  using Preparation = RegulationPreparation;
+  device.launch(prepare_regulation_kernel<S, Preparation>, preparing_blocks(p), Preparation::kThreads, p,
+                SetTile::kBytes);
   device.launch(regulate_tiles_kernel<S, kParts, Tile>, blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
 }
 

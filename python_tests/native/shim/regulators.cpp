@@ -33,13 +33,15 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
   counts[0] = 0;
   counts[1] = p.slab.bytes;
   std::string problem;
-  const auto launch = [&](int64_t blocks, int64_t bytes, const auto& body) {
+  const auto launch = [&](int64_t blocks, int threads, int64_t bytes, const auto& body) {
     if (!problem.empty()) return;
-    problem = shim::launch(blocks, Tile::kThreads, s.seed + counts[0], [&] { body(p); }, bytes);
+    problem = shim::launch(blocks, threads, s.seed + counts[0], [&] { body(p); }, bytes);
     ++counts[0];
   };
-  launch(preparing_blocks(p), SetTile::kBytes, [](const auto& p) { prepare_regulation<Tile>(p); });
-  launch(blocks, kRegulationBytes<Tile>, [](const auto& p) { regulate_tiles<kParts, Tile>(p); });
+  using Preparation = std::conditional_t<Tile::kThreads == SetTile::kThreads, Tile, RegulationPreparation>;
+  launch(preparing_blocks(p), Preparation::kThreads, SetTile::kBytes,
+         [](const auto& p) { prepare_regulation<Preparation>(p); });
+  launch(blocks, Tile::kThreads, kRegulationBytes<Tile>, [](const auto& p) { regulate_tiles<kParts, Tile>(p); });
   std::copy_n(found.memory, size, result);
   return problem;
 }

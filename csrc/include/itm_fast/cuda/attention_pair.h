@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "itm_fast/cross_attention.h"
+#include "itm_fast/cuda/elements.h"
 #include "itm_fast/cuda/machine.h"
 
 namespace itm_fast::cuda {
@@ -190,7 +191,7 @@ ITM_FAST_DEVICE ColumnAttention attend_hard(const Raw& raw, const Factor& factor
 }
 
 // The attention of one query over n contexts, with raw scores raw(k) and row factors factor(k). Calls store(k, e_k) for
-// every context, after the last use of raw(k).
+// every context, after the last use of raw(k), but after the first use of raw scores that follow.
 template <typename Raw, typename Factor, typename Store, typename Options>
 ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& factor, const Store& store, int n,
                                               const Options& options) {
@@ -213,14 +214,19 @@ ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& fact
     rule.drops = any;
   }
   ColumnAttention sums;
-  for (int k = 0; k < n; ++k) {
+  struct Loaded {
+    float score, numerator;
+  };
+  const auto load = [&](int k) -> Loaded {
     const float s = raw(k);
-    float e = numerator(s, k);
-    if (!rule.keeps(e)) e = 0.0f;
+    return {s, numerator(s, k)};
+  };
+  load_ahead(0, n, load, [&](int k, const Loaded& loaded) {
+    const float e = rule.keeps(loaded.numerator) ? loaded.numerator : 0.0f;
     sums.total += e;
-    sums.dot += e * s;
+    sums.dot += e * loaded.score;
     store(k, e);
-  }
+  });
   return sums;
 }
 
@@ -232,35 +238,53 @@ struct AttendedNorm {
   ITM_FAST_DEVICE bool is_lost() const { return square < scale * scale * kCancellation; }
 };
 
-// From the Gram matrix of the contexts: symmetric, n rows `gram_stride(n)` apart, aligned to 16 bytes. Elements right
-// of a diagonal block count twice, and elements left of it are skipped.
-template <typename Attention>
-ITM_FAST_DEVICE AttendedNorm attended_norm(const Attention& attention, const float* gram, int n) {
-  AttendedNorm found;
+// Of kCount queries at once, which share each load of the matrix, with the attention attention(i, k) of query i. From
+// the Gram matrix of the contexts: symmetric, n rows `gram_stride(n)` apart, aligned to 16 bytes. Elements right of a
+// diagonal block count twice, and elements left of it are skipped.
+template <int kCount, typename Attention>
+ITM_FAST_DEVICE void find_attended_norms(AttendedNorm (&found)[kCount], const Attention& attention, const float* gram,
+                                         int n) {
   const int stride = gram_stride(n);
   for (int first = 0; first < n; first += kGramBlock) {
-    float sums[kGramBlock] = {};
+    float sums[kCount][kGramBlock] = {};
     const auto add_row = [&](int l) {
-      const float e = attention(l);
+      float row[kGramBlock];
       ITM_FAST_UNROLLED
       for (int part = 0; part < kGramBlock; part += 4) {
-        float row[4];
-        load_four(row, gram + l * stride + first + part);
-        for (int i = 0; i < 4; ++i) sums[part + i] += row[i] * e;
+        float four[4];
+        load_four(four, gram + l * stride + first + part);
+        for (int i = 0; i < 4; ++i) row[part + i] = four[i];
+      }
+      ITM_FAST_UNROLLED
+      for (int query = 0; query < kCount; ++query) {
+        const float e = attention(query, l);
+        for (int i = 0; i < kGramBlock; ++i) sums[query][i] += row[i] * e;
       }
     };
     for (int l = first + kGramBlock; l < n; ++l) add_row(l);
-    for (int i = 0; i < kGramBlock; ++i) sums[i] *= 2.0f;
+    for (int query = 0; query < kCount; ++query) {
+      for (int i = 0; i < kGramBlock; ++i) sums[query][i] *= 2.0f;
+    }
     for (int l = first; l < n && l < first + kGramBlock; ++l) add_row(l);
+    ITM_FAST_UNROLLED
     for (int i = 0; i < kGramBlock; ++i) {
-      if (first + i < n) {
-        const float e = attention(first + i);
-        found.square += e * sums[i];
-        found.scale += e * sqrtf(gram[(first + i) * stride + first + i]);
+      if (first + i >= n) continue;
+      const float norm = sqrtf(gram[(first + i) * stride + first + i]);
+      ITM_FAST_UNROLLED
+      for (int query = 0; query < kCount; ++query) {
+        const float e = attention(query, first + i);
+        found[query].square += e * sums[query][i];
+        found[query].scale += e * norm;
       }
     }
   }
-  return found;
+}
+
+template <typename Attention>
+ITM_FAST_DEVICE AttendedNorm attended_norm(const Attention& attention, const float* gram, int n) {
+  AttendedNorm found[1];
+  find_attended_norms(found, [&](int, int k) { return attention(k); }, gram, n);
+  return found[0];
 }
 
 // <q, c> / max(|q| |c|, 1e-8) of the attended vector c = sum_k e_k x_k / total.

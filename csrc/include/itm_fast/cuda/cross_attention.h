@@ -174,41 +174,60 @@ ITM_FAST_DEVICE void score_products(const ScoreProblem<S>& p, const TileSets& co
   }
   barrier();
 
-  // A thread per context set and query: attention and cosine, which takes the place of the column's first element.
-  const int n_items = n_columns * contexts.n_sets;
+  // A thread per context set and two queries: attention and cosine, which takes the place of the column's first
+  // element.
+  constexpr int kTogether = 2;
+  const int apart = (n_columns + 1) / kTogether, n_items = apart * contexts.n_sets;
   for (int first_item = warp() * 32; first_item < n_items; first_item += Tile::kThreads) {
-    const int item = first_item + lane(), column = item % n_columns, set = item / n_columns;
+    const int item = first_item + lane(), set = item / apart, column = item - set * apart;
     const int row = set < contexts.n_sets ? static_cast<int>(context_starts[set]) : 0;
     const int n = item < n_items ? context_starts[set + 1] - row : 0;
+    // The second query may lie outside. It then repeats the first one, unused.
+    const int last = column + apart < n_columns ? column + apart : column;
     const auto attention_of = [&](int first_row, int of_column) {
       return [&scores, first_row, of_column](int k) {
         return static_cast<float>(scores[(first_row + k) * kStride + of_column]);
       };
     };
-    const auto attention = attention_of(row, column);
-    ColumnAttention sums;
-    AttendedNorm norm;
+    ColumnAttention sums[kTogether];
+    AttendedNorm norms[kTogether];
     if (n > 0) {
-      const int factors_at = column_sets[column] * Tile::kRows + row;
-      const auto factor = [&](int k) { return static_cast<float>(factors[factors_at + k]); };
-      const auto store = [&](int k, float e) { scores[(row + k) * kStride + column] = e; };
-      sums = attend_column(attention, factor, store, n, options);
-      norm = attended_norm(attention, p.grams + (contexts.first_row + row) * p.gram_width, n);
+      ITM_FAST_ROLLED
+      for (int i = 0; i < kTogether; ++i) {
+        const int of_column = i == 0 ? column : last;
+        if (i > 0 && of_column == column) continue;  // Its attention has replaced the raw scores.
+        const int factors_at = column_sets[of_column] * Tile::kRows + row;
+        const auto factor = [&](int k) { return static_cast<float>(factors[factors_at + k]); };
+        const auto store = [&](int k, float e) { scores[(row + k) * kStride + of_column] = e; };
+        const ColumnAttention found = attend_column(attention_of(row, of_column), factor, store, n, options);
+        if (i == 0) sums[0] = found;
+        if (i != 0) sums[1] = found;
+      }
+      const auto attention = [&](int i, int k) {
+        return static_cast<float>(scores[(row + k) * kStride + (i == 0 ? column : last)]);
+      };
+      find_attended_norms(norms, attention, p.grams + (contexts.first_row + row) * p.gram_width, n);
     }
-    const uint32_t lost = ballot(n > 0 && norm.is_lost());
-    if (lost != 0) warp_sync();  // All lanes read the attention of a lost one.
-    for (int of_lane = 0; of_lane < 32; ++of_lane) {
-      if ((lost >> of_lane & 1) == 0) continue;
-      const int its_row = shuffle(row, of_lane), its_column = shuffle(column, of_lane), its_n = shuffle(n, of_lane);
-      const ExactAttention exact = attend_exactly(attention_of(its_row, its_column), rows + its_row * p.dim, its_n,
-                                                  columns + its_column * p.dim, p.dim);
-      if (lane() == of_lane) norm.square = exact.square;
-      if (lane() == of_lane) sums.dot = exact.dot;
-    }
-    if (lost != 0) warp_sync();
-    if (n > 0) {
-      const float query_norm = p.query_norms[queries.first_row + column];
-      scores[row * kStride + column] = cosine_of(sums.dot, norm.square, sums.total, query_norm);
+    ITM_FAST_UNROLLED
+    for (int i = 0; i < kTogether; ++i) {
+      const int of_column = i == 0 ? column : last;
+      const bool is_used = n > 0 && (i == 0 || last != column);
+      const uint32_t lost = ballot(is_used && norms[i].is_lost());
+      if (lost != 0) warp_sync();  // All lanes read the attention of a lost one.
+      for (uint32_t rest = lost; rest != 0; rest &= rest - 1) {
+        const int of_lane = count_bits((rest & (0u - rest)) - 1);
+        const int its_row = shuffle(row, of_lane), its_column = shuffle(of_column, of_lane);
+        const int its_n = shuffle(n, of_lane);
+        const ExactAttention exact = attend_exactly(attention_of(its_row, its_column), rows + its_row * p.dim, its_n,
+                                                    columns + its_column * p.dim, p.dim);
+        if (lane() == of_lane) norms[i].square = exact.square;
+        if (lane() == of_lane) sums[i].dot = exact.dot;
+      }
+      if (lost != 0) warp_sync();
+      if (is_used) {
+        const float query_norm = p.query_norms[queries.first_row + of_column];
+        scores[row * kStride + of_column] = cosine_of(sums[i].dot, norms[i].square, sums[i].total, query_norm);
+      }
     }
   }
   barrier();

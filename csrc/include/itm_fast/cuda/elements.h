@@ -21,6 +21,24 @@ ITM_FAST_DEVICE void narrow(float value, float& stored) { stored = value; }
 ITM_FAST_DEVICE void narrow(float value, BFloat16& stored) { stored.bits = bf16_bits(value); }
 ITM_FAST_DEVICE void narrow(float value, Half& stored) { stored.bits = fp16_bits(value); }
 
+// Calls use(i, load(i)) for i from `first` to last - 1, in this order. A few elements are loaded before the first of
+// them is used, so that their latencies overlap: the compiler cannot move a load before what `use` writes.
+template <typename Load, typename Use>
+ITM_FAST_DEVICE void load_ahead(int first, int last, const Load& load, const Use& use) {
+  constexpr int kAhead = 4;
+  for (; first < last; first += kAhead) {
+    decltype(load(0)) loaded[kAhead];
+    ITM_FAST_UNROLLED
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < last) loaded[i] = load(first + i);
+    }
+    ITM_FAST_UNROLLED
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < last) use(first + i, loaded[i]);
+    }
+  }
+}
+
 // The sum of the numbers of a warp's lanes, for each of them.
 ITM_FAST_DEVICE float add_lanes(float value) {
   for (int step = 16; step > 0; step /= 2) value += shuffle_xor(value, step);

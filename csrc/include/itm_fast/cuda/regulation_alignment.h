@@ -83,13 +83,12 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
           const int count = part(output, width_, kColumns);
           multiply_operands<kParts, Tile>(chunk, n_run_, kChunk, layer.packed + output * layer.stride() + first, count,
                                           layer.stride(), size);
-          for_each_product(count, [&](int c) {
+          for_each_product_and_number(count, [&](int c) {
             const float bias = layer.bias[output + c];
             float* sums = of_run + output + c;
-            return [=, this](int place, float product) {
-              float* sum = sums + place * width_stride_;
-              *sum = product + (first == 0 ? bias : *sum);
-            };
+            return Reader{
+                [=, this](int place) { return first == 0 ? bias : sums[place * width_stride_]; },
+                [=, this](int place, float product, float before) { sums[place * width_stride_] = product + before; }};
           });
         }
       }
@@ -279,20 +278,21 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
                                       layer.inputs);
       const bool is_last = step + 1 == corresponded_, adds_kept = residual && step > 0;
       float* kept = of_block(p_.slab.channels);
-      for_each_product(count, [&](int c) {
+      for_each_product_and_number(count, [&](int c) {
         const int channel = first + block + c;
         const float bias = layer.bias[channel];
         const float initial = residual && step == 0 ? (learned ? p_.channels[channel] : 1.0f) : 0.0f;
-        return [=, this](int place, float product) {
-          const float before = adds_kept ? kept[place * kColumns + c] : initial;
-          const float sum = tanhf(product + bias) + before;
-          const float e = sum < -1.0f ? -1.0f : sum > 1.0f ? 1.0f : sum;
-          if (is_last) {
-            narrow(queries[place * dim_ + c] * e, reweighted[place * kChunk + c]);
-          } else {
-            kept[place * kColumns + c] = e;
-          }
-        };
+        return Reader{[=, this](int place) { return is_last ? queries[place * dim_ + c] : 0.0f; },
+                      [=](int place, float product, float of_query) {
+                        const float before = adds_kept ? kept[place * kColumns + c] : initial;
+                        const float sum = tanhf(product + bias) + before;
+                        const float e = sum < -1.0f ? -1.0f : sum > 1.0f ? 1.0f : sum;
+                        if (is_last) {
+                          narrow(of_query * e, reweighted[place * kChunk + c]);
+                        } else {
+                          kept[place * kColumns + c] = e;
+                        }
+                      }};
       });
     }
   }
@@ -313,15 +313,31 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   // |q - l2norm(c)|^2 of `count` columns from `first` on, or |q - c|^2.
   ITM_FAST_DEVICE void write_differences(int first, int count, S* differences) const {
     ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
-    for_each_row_of_run([&](int row, int place) {
-      float scale = 1.0f;
-      if (p_.options.normalize_attended) scale /= sqrtf(squares[row]) + static_cast<float>(kNormEpsilon);
-      const float* of_row = query(row) + first;
-      for (int c = lane(); c < count; c += 32) {
-        const float difference = of_row[c] - attended_at(place, c) * scale;
-        narrow(difference * difference, differences[place * kChunk + c]);
+    constexpr int kRowsTogether = 2, kPerLane = kColumns / 32;
+    const float* queries = query(run_) + first;
+    for (int first_place = warp(); first_place < n_run_; first_place += kRowsTogether * Tile::kWarps) {
+      // All numbers of the queries are read before the first is used, so that their latencies overlap.
+      float of_queries[kRowsTogether][kPerLane];
+      ITM_FAST_UNROLLED
+      for (int i = 0; i < kRowsTogether * kPerLane; ++i) {
+        const int place = first_place + i / kPerLane * Tile::kWarps, c = lane() + i % kPerLane * 32;
+        of_queries[i / kPerLane][i % kPerLane] = place < n_run_ && c < count ? queries[place * p_.dim + c] : 0.0f;
       }
-    });
+      ITM_FAST_UNROLLED
+      for (int row = 0; row < kRowsTogether; ++row) {
+        const int place = first_place + row * Tile::kWarps;
+        if (place >= n_run_) continue;
+        float scale = 1.0f;
+        if (p_.options.normalize_attended) scale /= sqrtf(squares[run_ + place]) + static_cast<float>(kNormEpsilon);
+        ITM_FAST_UNROLLED
+        for (int i = 0; i < kPerLane; ++i) {
+          const int c = lane() + i * 32;
+          if (c >= count) continue;
+          const float difference = of_queries[row][i] - attended_at(place, c) * scale;
+          narrow(difference * difference, differences[place * kChunk + c]);
+        }
+      }
+    }
   }
 };
 

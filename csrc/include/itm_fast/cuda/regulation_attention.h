@@ -21,7 +21,9 @@ ITM_FAST_DEVICE void normalize_over_queries(const At& at, int first, int last, c
     return;
   }
   const float denominator = statistics.denominator(options);
-  for (int j = first; j < last; ++j) at(j) = options.clipped(at(j)) / denominator;
+  load_ahead(
+      first, last, [&](int j) { return options.clipped(at(j)) / denominator; },
+      [&](int j, float normalized) { at(j) = normalized; });
 }
 
 // The softmax of temperature * at(k) over the n contexts of one row, with its focal reassignment: calls store(k, p).

@@ -59,11 +59,14 @@ class AttentionBackward : private BackwardStep<Tile> {
       const float along = product < least ? 0.0f : -direct * (dot / product);
       const float of_query = product < least ? 0.0f : along * norm / query_norm;
       const float of_attended = product < least ? 0.0f : along * query_norm / norm;
-      for (int d = lane(); d < dim_; d += 32) {
-        const float value = attended[d];
-        out[d] += direct * value + of_query * query[d];
-        attended[d] = direct * query[d] + of_attended * value;
-      }
+      struct Loaded {
+        float query, attended, out;
+      };
+      const auto load = [&](int d) -> Loaded { return {query[d], attended[d], out[d]}; };
+      for_each_column(dim_, load, [&](int d, const Loaded& loaded) {
+        out[d] = loaded.out + (direct * loaded.attended + of_query * loaded.query);
+        attended[d] = direct * loaded.query + of_attended * loaded.attended;
+      });
     });
     barrier();
   }
@@ -89,16 +92,21 @@ class AttentionBackward : private BackwardStep<Tile> {
       float* gradient = of_row(a_.product, row);
       const float norm = sqrtf(dot_of(attended, attended, dim_));
       const float scale = attended_scale(norm);
-      for (int d = lane(); d < dim_; d += 32) {
-        const float of_difference = 2.0f * gradient[d] * (query[d] - attended[d] * scale);
-        out[d] += of_difference;
-        gradient[d] = -of_difference;
-      }
+      struct Loaded {
+        float of_difference, out;
+      };
+      const auto load = [&](int d) -> Loaded {
+        return {2.0f * gradient[d] * (query[d] - attended[d] * scale), out[d]};
+      };
+      for_each_column(dim_, load, [&](int d, const Loaded& loaded) {
+        out[d] = loaded.out + loaded.of_difference;
+        gradient[d] = -loaded.of_difference;
+      });
       const bool normalizes = p_.options.normalize_attended;
       const UnitGradient unit(norm, dot_of(gradient, attended, dim_), false);
-      for (int d = lane(); d < dim_; d += 32) {
-        attended[d] = normalizes ? unit.of(gradient[d], attended[d]) : gradient[d];
-      }
+      for_each_column(
+          dim_, [&](int d) { return normalizes ? unit.of(gradient[d], attended[d]) : gradient[d]; },
+          [&](int d, float of_attended) { attended[d] = of_attended; });
     });
     barrier();
   }
@@ -120,15 +128,20 @@ class AttentionBackward : private BackwardStep<Tile> {
     barrier();
     turn(a_.attention, attention, s_.n_rows, s_.n_contexts, a_.turned_attention, attention);
     turn(a_.raw, attention, s_.n_rows, s_.n_contexts, a_.turned_scores, attention);
+    struct Loaded {
+      float out, channel, query, of_channel;
+    };
+    const bool channels = has_channels(step);
+    const auto load = [&](int row, int d) -> Loaded {
+      const float out = of_row(a_.query_gradient, row)[d];
+      if (!channels) return {out, 1.0f, 0.0f, 0.0f};
+      return {out, channel_of(step, row, d), of_row(a_.queries, row)[d], of_row(a_.channels_gradient, row)[d]};
+    };
     multiply(of(a_.raw, attention), s_.n_rows, p_.columns, p_.transposed + p_.transposed_start(s_.context) * dim_, dim_,
-             operand_stride(s_.n_contexts), s_.n_contexts, [&](int row, int d, float product) {
-               float& out = of_row(a_.query_gradient, row)[d];
-               if (!has_channels(step)) {
-                 out += product;
-               } else {
-                 out += product * channel_of(step, row, d);
-                 of_row(a_.channels_gradient, row)[d] += product * of_row(a_.queries, row)[d];
-               }
+             operand_stride(s_.n_contexts), s_.n_contexts, load,
+             [&](int row, int d, float product, const Loaded& loaded) {
+               of_row(a_.query_gradient, row)[d] = loaded.out + product * loaded.channel;
+               if (channels) of_row(a_.channels_gradient, row)[d] = loaded.of_channel + product * loaded.query;
              });
   }
 

@@ -57,23 +57,26 @@ class RegulatorsBackward : private BackwardStep<Tile> {
     barrier();
     turn(a_.guide, step, s_.n_sets, width_, a_.turned_guide, step);
     turn(a_.local, step, s_.n_rows, width_, a_.turned_local, step);
-    apply_transposed(a_.guide, step, s_.n_sets, p_.aggregation(step, 0),
-                     [&](int set, int i, float product) { of_row(a_.guidance_gradient, set)[i] += product; });
-    apply_transposed(a_.local, step, s_.n_rows, p_.aggregation(step, 1),
-                     [&](int row, int i, float product) { of_row(a_.aligned_gradient, row)[i] += product; });
+    add_transposed(a_.guide, step, s_.n_sets, p_.aggregation(step, 0), a_.guidance_gradient);
+    add_transposed(a_.local, step, s_.n_rows, p_.aggregation(step, 1), a_.aligned_gradient);
   }
 
   ITM_FAST_DEVICE void correspond(int step) {
     shift_temperatures(step);
     const LayerOperand<float>&wide_layer = p_.correspondence(step, 0), &narrow_layer = p_.correspondence(step, 2);
     add_seen(narrow_layer, a_.turned_narrow, step);
-    for_each_number(s_.n_rows, dim_, [&](int row, int d) {
-      float &change = of_row(a_.changes, row, step)[d], &gradient = of_row(a_.channels_gradient, row)[d];
-      const float value = changed_channel(step, row, d, change);
+    struct Loaded {
+      float change, value, gradient;
+    };
+    const auto load = [&](int row, int d) -> Loaded {
+      const float change = of_row(a_.changes, row, step)[d];
+      return {change, changed_channel(step, row, d, change), of_row(a_.channels_gradient, row)[d]};
+    };
+    for_each_number(s_.n_rows, dim_, load, [&](int row, int d, const Loaded& loaded) {
       // Within the bounds; NaN is not.
-      const float passed = value >= -1.0f && value <= 1.0f ? gradient : 0.0f;
-      change = passed * (1.0f - change * change);
-      gradient = p_.options.residual_correspondence ? passed : 0.0f;
+      const float passed = loaded.value >= -1.0f && loaded.value <= 1.0f ? loaded.gradient : 0.0f;
+      of_row(a_.changes, row, step)[d] = passed * (1.0f - loaded.change * loaded.change);
+      of_row(a_.channels_gradient, row)[d] = p_.options.residual_correspondence ? passed : 0.0f;
     });
     barrier();
     turn(a_.changes, step, s_.n_rows, dim_, a_.turned_changes, step);
@@ -156,9 +159,7 @@ class RegulatorsBackward : private BackwardStep<Tile> {
   // From `gradient`, that of a layer's sums, to what the layer sees.
   ITM_FAST_DEVICE void add_seen(const LayerOperand<float>& layer, const StepArray& turned, int step) {
     turn(a_.gradient, 0, s_.n_rows, layer.outputs, turned, step);
-    const StepArray& sums = p_.options.sees_query ? a_.query_gradient : a_.aligned_gradient;
-    apply_transposed(a_.gradient, 0, s_.n_rows, layer,
-                     [&](int row, int i, float product) { of_row(sums, row)[i] += product; });
+    add_transposed(a_.gradient, 0, s_.n_rows, layer, p_.options.sees_query ? a_.query_gradient : a_.aligned_gradient);
   }
 };
 

@@ -124,6 +124,22 @@ class BackwardStep {
       for (int c = lane(); c < n_columns; c += 32) body(row, c);
     });
   }
+  // Calls use(column, load(column)) for the lane's columns, see load_ahead.
+  template <typename Load, typename Use>
+  ITM_FAST_DEVICE static void for_each_column(int n_columns, const Load& load, const Use& use) {
+    const auto column = [](int i) { return lane() + 32 * i; };
+    load_ahead(
+        0, (n_columns - lane() + 31) / 32, [&](int i) { return load(column(i)); },
+        [&](int i, const auto& loaded) { use(column(i), loaded); });
+  }
+  // for_each_number for code that reads what it may also write: calls use(row, column, load(row, column)).
+  template <typename Load, typename Use>
+  ITM_FAST_DEVICE static void for_each_number(int n_rows, int n_columns, const Load& load, const Use& use) {
+    for_each_row(n_rows, [&](int row) {
+      for_each_column(
+          n_columns, [&](int c) { return load(row, c); }, [&](int c, const auto& loaded) { use(row, c, loaded); });
+    });
+  }
   // Sums value(i) for i below `count`; for a warp.
   template <typename Value>
   ITM_FAST_DEVICE static float sum_of(int count, const Value& value) {
@@ -135,11 +151,19 @@ class BackwardStep {
     return sum_of(count, [&](int i) { return a[i] * b[i]; });
   }
 
-  // Rows times columns, both of any number and of length `depth`: calls body(row, column, product). Ends with a
-  // barrier.
+  // Rows times columns, both of any number and of length `depth`: calls body(row, column, product), or with `load` also
+  // with load(row, column). Ends with a barrier.
   template <typename Body>
   ITM_FAST_DEVICE static void multiply(const float* rows, int n_rows, int64_t row_stride, const float* columns,
                                        int n_columns, int64_t column_stride, int depth, const Body& body) {
+    multiply(
+        rows, n_rows, row_stride, columns, n_columns, column_stride, depth, [](int, int) { return 0; },
+        [&](int row, int c, float product, int) { body(row, c, product); });
+  }
+  template <typename Load, typename Body>
+  ITM_FAST_DEVICE static void multiply(const float* rows, int n_rows, int64_t row_stride, const float* columns,
+                                       int n_columns, int64_t column_stride, int depth, const Load& load,
+                                       const Body& body) {
     ITM_FAST_TILE_SCORES(Tile);
     for (int first = 0; first < n_columns; first += kColumns) {
       const int count = n_columns - first < kColumns ? n_columns - first : kColumns;
@@ -147,9 +171,11 @@ class BackwardStep {
         const int n_run = n_rows - run < Tile::kRows ? n_rows - run : Tile::kRows;
         multiply_operands<kBackwardParts, Tile>(rows + run * row_stride, n_run, row_stride,
                                                 columns + first * column_stride, count, column_stride, depth);
-        for_each_number(n_run, count, [&](int row, int c) {
-          body(run + row, first + c, static_cast<float>(scores[row * kStride + c]));
-        });
+        for_each_number(
+            n_run, count, [&](int row, int c) { return load(run + row, first + c); },
+            [&](int row, int c, const auto& loaded) {
+              body(run + row, first + c, static_cast<float>(scores[row * kStride + c]), loaded);
+            });
       }
     }
     barrier();
@@ -169,15 +195,24 @@ class BackwardStep {
     multiply(of(rows, step), n_rows, rows.width, b_.turned_layers[&layer - p_.layers], layer.inputs, stride,
              layer.outputs, body);
   }
+  // Adds these gradients to rows of `sums`.
+  ITM_FAST_DEVICE void add_transposed(const StepArray& rows, int64_t step, int n_rows, const LayerOperand<float>& layer,
+                                      const StepArray& sums) const {
+    const int64_t stride = operand_stride(layer.outputs);
+    multiply(
+        of(rows, step), n_rows, rows.width, b_.turned_layers[&layer - p_.layers], layer.inputs, stride, layer.outputs,
+        [&](int row, int i) { return of_row(sums, row)[i]; },
+        [&](int row, int i, float product, float sum) { of_row(sums, row)[i] = sum + product; });
+  }
   // Stores rows as a matrix (columns, padded rows) of a turned array.
   ITM_FAST_DEVICE void turn(const StepArray& rows, int64_t step, int n_rows, int n_columns, const StepArray& turned,
                             int64_t turned_step) const {
     const float* source = of(rows, step);
     float* target = of(turned, turned_step);
     const int stride = static_cast<int>(padded(n_rows));
-    for_each_number(n_rows, n_columns, [&](int row, int c) {
-      target[static_cast<int64_t>(c) * stride + row] = source[row * rows.width + c];
-    });
+    for_each_number(
+        n_rows, n_columns, [&](int row, int c) { return source[row * rows.width + c]; },
+        [&](int row, int c, float number) { target[static_cast<int64_t>(c) * stride + row] = number; });
   }
 
   // The attention before correspondence `step`, or after the last one, among those that run.
@@ -245,17 +280,19 @@ class BackwardStep {
 };
 
 // Names that a class template derived from BackwardStep uses.
-#define ITM_FAST_BACKWARD_STEP                                                                                    \
-  using Step = BackwardStep<Tile>;                                                                                \
-  using typename Step::Memory;                                                                                    \
-  using Step::b_, Step::p_, Step::a_, Step::s_, Step::dim_, Step::width_;                                         \
-  using Step::of, Step::of_row, Step::query_row, Step::set_of, Step::start_of, Step::rows_of, Step::gradient_of;  \
-  using Step::for_each_row, Step::for_each_number, Step::sum_of, Step::dot_of, Step::multiply, Step::apply_layer; \
-  using Step::apply_transposed, Step::turn, Step::attention_of, Step::has_channels, Step::channel_of;             \
-  using Step::temperature_of, Step::changed_channel, Step::attended_scale, Step::seen, Step::seen_step;           \
-  using Step::normalized, Step::weigh_guides, Step::guide_place, Step::local_place, Step::gather;                 \
-                                                                                                                  \
- public:                                                                                                          \
+#define ITM_FAST_BACKWARD_STEP                                                                                        \
+  using Step = BackwardStep<Tile>;                                                                                    \
+  using typename Step::Memory;                                                                                        \
+  using Step::b_, Step::p_, Step::a_, Step::s_, Step::dim_, Step::width_;                                             \
+  using Step::of, Step::of_row, Step::query_row, Step::set_of, Step::start_of, Step::rows_of, Step::gradient_of;      \
+  using Step::for_each_row, Step::for_each_column, Step::for_each_number, Step::sum_of, Step::dot_of, Step::multiply, \
+      Step::apply_layer;                                                                                              \
+  using Step::apply_transposed, Step::add_transposed, Step::turn, Step::attention_of, Step::has_channels,             \
+      Step::channel_of;                                                                                               \
+  using Step::temperature_of, Step::changed_channel, Step::attended_scale, Step::seen, Step::seen_step;               \
+  using Step::normalized, Step::weigh_guides, Step::guide_place, Step::local_place, Step::gather;                     \
+                                                                                                                      \
+ public:                                                                                                              \
   using Step::Step
 
 }  // namespace itm_fast::cuda

@@ -10,11 +10,16 @@
 namespace itm_fast::cuda {
 
 // Products of at most 112 query rows (three images of 36 regions, or the words of about eight captions) with 128
-// contexts. Longer sets take several.
-struct RegulationTile112 : ScoreTile112 {
+// contexts. Longer sets take several. 16 warps: a chain of small products waits for memory most of the time, and more
+// warps hide it.
+struct RegulationTile112 : ProductTile<112, 128, 4, 4, 4, 256> {
   static constexpr int kChunk = 512;
   static constexpr int kFewTiles = 2;  // A context set has about 36 rows, a layer 128 outputs at a time.
 };
+// The tile of the first launch, which multiplies with SetTile. It plans the same tiles of queries.
+using RegulationPreparation = ScoreTile112;
+static_assert(RegulationPreparation::kRows == RegulationTile112::kRows &&
+              RegulationPreparation::kWindow == RegulationTile112::kWindow);
 
 template <typename Tile>
 constexpr int64_t kRegulationBytes = RegulationMemory<Tile>::kBytes;

@@ -14,11 +14,13 @@ class RecomputedSteps : private BackwardStep<Tile> {
     const bool reweights = p_.options.learned_factors || p_.options.n_correspondences > 0;
     for_each_row(s_.n_rows, [&](int row) {
       const float* query = p_.queries.values + query_row(row) * dim_;
-      for (int d = lane(); d < dim_; d += 32) {
-        of_row(a_.queries, row)[d] = query[d];
-        of_row(a_.query_gradient, row)[d] = 0.0f;
-        if (reweights) of_row(a_.channels_gradient, row)[d] = 0.0f;
-      }
+      for_each_column(
+          dim_, [&](int d) { return query[d]; },
+          [&](int d, float number) {
+            of_row(a_.queries, row)[d] = number;
+            of_row(a_.query_gradient, row)[d] = 0.0f;
+            if (reweights) of_row(a_.channels_gradient, row)[d] = 0.0f;
+          });
       for (int i = lane(); i < width_; i += 32) of_row(a_.aligned_gradient, row)[i] = 0.0f;
       if (lane() == 0) *of_row(a_.temperature_gradient, row) = 0.0f;
     });
@@ -35,9 +37,9 @@ class RecomputedSteps : private BackwardStep<Tile> {
       return;
     }
     if (reweights) {
-      for_each_number(s_.n_rows, dim_, [&](int row, int d) {
-        of_row(a_.reweighted, row, attention)[d] = of_row(a_.queries, row)[d] * channel_of(step, row, d);
-      });
+      for_each_number(
+          s_.n_rows, dim_, [&](int row, int d) { return of_row(a_.queries, row)[d] * channel_of(step, row, d); },
+          [&](int row, int d, float number) { of_row(a_.reweighted, row, attention)[d] = number; });
     }
     multiply(reweights ? of(a_.reweighted, attention) : of(a_.queries), s_.n_rows, stride,
              p_.context_operand + p_.contexts.offset(s_.context) * stride, s_.n_contexts, stride, dim_,
@@ -60,10 +62,9 @@ class RecomputedSteps : private BackwardStep<Tile> {
       const float *query = of_row(a_.queries, row), *attended = of_row(a_.attended, row, step);
       float* squares = of_row(a_.squares, row, step);
       const float scale = attended_scale(sqrtf(dot_of(attended, attended, dim_)));
-      for (int d = lane(); d < dim_; d += 32) {
-        const float difference = query[d] - attended[d] * scale;
-        squares[d] = difference * difference;
-      }
+      for_each_column(
+          dim_, [&](int d) { return query[d] - attended[d] * scale; },
+          [&](int d, float difference) { squares[d] = difference * difference; });
     });
     apply_layer(a_.squares, step, s_.n_rows, p_.alignment(step),
                 [&](int row, int i, float sum) { of_row(a_.aligned, row, step)[i] = sum; });
@@ -142,8 +143,9 @@ class RecomputedSteps : private BackwardStep<Tile> {
  private:
   // Normalises the raw scores over the rows of each set. Ends with a barrier.
   ITM_FAST_DEVICE void normalize(int64_t attention) const {
-    for_each_number(s_.n_rows, s_.n_contexts,
-                    [&](int row, int k) { normalized(row, attention)[k] = of_row(a_.raw, row, attention)[k]; });
+    for_each_number(
+        s_.n_rows, s_.n_contexts, [&](int row, int k) { return of_row(a_.raw, row, attention)[k]; },
+        [&](int row, int k, float raw) { normalized(row, attention)[k] = raw; });
     barrier();
     for (int i = thread_index(); i < s_.n_sets * s_.n_contexts; i += Tile::kThreads) {
       const int k = i % s_.n_contexts, set = i / s_.n_contexts;

@@ -47,12 +47,22 @@ ITM_FAST_DEVICE RegulationState state_of_tile() {
       state[0], state[1], state[2], static_cast<int>(state[3]), static_cast<int>(state[4]), static_cast<int>(state[5])};
 }
 
+// Two functions of a column of a product: read(row of the run) and use(row of the run, product, what was read).
+template <typename Read, typename Use>
+struct Reader {
+  Read read;
+  Use use;
+};
+template <typename Read, typename Use>
+Reader(Read, Use) -> Reader<Read, Use>;
+
 // A step of a tile. Steps are separate functions (ITM_FAST_DEVICE_APART), so that they do not share registers.
 template <int kParts, typename Tile, typename S>
 class RegulationStep {
  protected:
   using Memory = RegulationMemory<Tile>;
   static constexpr int kColumns = Tile::kColumns, kChunk = Tile::kChunk, kStride = Tile::kScoreStride;
+  static constexpr int kTogether = 4;       // numbers that a thread reads before it uses the first of them
   static_assert(Tile::kRows >= kTileSets);  // Guidance vectors are rows of products.
 
  public:
@@ -102,6 +112,29 @@ class RegulationStep {
       const auto body = of_column(c);
       for (int place = warp(); place < n_run_; place += Tile::kWarps) {
         body(place, static_cast<float>(scores[place * kStride + c]));
+      }
+    }
+  }
+  // The same for code that also reads a number from global memory: of_column(column) returns a Reader, and `use` gets
+  // the number, too. Several are read before the first is used, so that their latencies overlap; the compiler cannot
+  // reorder them, because what `use` writes might be what `read` reads.
+  template <typename OfColumn>
+  ITM_FAST_DEVICE void for_each_product_and_number(int count, const OfColumn& of_column) const {
+    ITM_FAST_TILE_SCORES(Tile);
+    for (int c = lane(); c < count; c += 32) {
+      const auto reader = of_column(c);
+      for (int first = warp(); first < n_run_; first += kTogether * Tile::kWarps) {
+        float numbers[kTogether];
+        ITM_FAST_UNROLLED
+        for (int i = 0; i < kTogether; ++i) {
+          const int place = first + i * Tile::kWarps;
+          numbers[i] = place < n_run_ ? reader.read(place) : 0.0f;
+        }
+        ITM_FAST_UNROLLED
+        for (int i = 0; i < kTogether; ++i) {
+          const int place = first + i * Tile::kWarps;
+          if (place < n_run_) reader.use(place, static_cast<float>(scores[place * kStride + c]), numbers[i]);
+        }
       }
     }
   }
@@ -168,16 +201,17 @@ class RegulationStep {
 };
 
 // Names that a class template derived from RegulationStep uses.
-#define ITM_FAST_REGULATION_STEP                                                                          \
-  using Step = RegulationStep<kParts, Tile, S>;                                                           \
-  using typename Step::Memory;                                                                            \
-  using Step::kColumns, Step::kChunk, Step::kStride, Step::p_, Step::s_, Step::corresponded_, Step::dim_; \
-  using Step::width_, Step::dim_stride_, Step::width_stride_, Step::of_block, Step::part, Step::query;    \
-  using Step::for_each_row, Step::for_each_run, Step::for_each_row_of_run, Step::for_each_product;        \
-  using Step::for_each_output, Step::first_temperature, Step::hidden_of, Step::finish_vector;             \
-  using Step::pad_rows, Step::write_scores, Step::run_, Step::n_run_;                                     \
-                                                                                                          \
- public:                                                                                                  \
+#define ITM_FAST_REGULATION_STEP                                                                            \
+  using Step = RegulationStep<kParts, Tile, S>;                                                             \
+  using typename Step::Memory;                                                                              \
+  using Step::kColumns, Step::kChunk, Step::kStride, Step::p_, Step::s_, Step::corresponded_, Step::dim_;   \
+  using Step::width_, Step::dim_stride_, Step::width_stride_, Step::of_block, Step::part, Step::query;      \
+  using Step::for_each_row, Step::for_each_run, Step::for_each_row_of_run, Step::for_each_product;          \
+  using Step::for_each_product_and_number, Step::for_each_output, Step::first_temperature, Step::hidden_of, \
+      Step::finish_vector;                                                                                  \
+  using Step::pad_rows, Step::write_scores, Step::run_, Step::n_run_;                                       \
+                                                                                                            \
+ public:                                                                                                    \
   using Step::Step
 
 }  // namespace itm_fast::cuda
