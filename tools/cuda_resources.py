@@ -128,10 +128,7 @@ BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
 # Dynamic shared memory requested by launches, by the prefix of the kernels' names: headers and expressions.
 DYNAMIC = {
     "backpropagate_pairs<": ("cross_attention_backward_launch.h", "kBackwardBytes"),
-    "differentiate_regulation<": (
-        "regulation_backward_launch.h",
-        "kRegulationBackwardBytes<RegulationBackwardTile112>",
-    ),
+    "differentiate_regulation<": ("regulation_backward_launch.h", "kRegulationBackwardBytes<RegulationTile112>"),
     "matching_loss<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "prepare_scores<": ("cross_attention_launch.h", "SetTile::kBytes"),
     "prepare_regulation<": ("regulation_launch.h", "SetTile::kBytes"),

@@ -30,9 +30,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kParts))
   score_tile<kParts, Tile>(parameters, block_index());
 }
 
-// One block per multiprocessor: products of the Gram matrix have three parts.
+// Scores pass through global memory. Two blocks hide its latency, although threads then spill a few registers.
 template <typename S, int kParts, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, kFittingBlocks)
     score_long_tiles_kernel(const __grid_constant__ LongProblem<S> parameters) {
   score_long_tiles<kParts, Tile>(parameters);
 }
@@ -42,14 +42,16 @@ void launch_long(const ScoreProblem<S>& scoring, const SlabLayout& layout, const
   using Tile = ScoreTile112;
   const DeviceStream device(scores);
   LongProblem<S> p{scoring, layout, nullptr};
-  const int64_t blocks = long_blocks<Tile>(scoring, device.processors());
+  const auto score = score_long_tiles_kernel<S, kParts, Tile>;
+  const int64_t resident = device.resident_blocks(score, Tile::kThreads, kScoreBytes<Tile>);
+  const int64_t blocks = long_blocks<Tile>(scoring, resident);
   Workspace measured;
   place_long<Tile>(p, blocks, measured);
   const Tensor memory = scratch(scores, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
   place_long<Tile>(p, blocks, workspace);
   launch_preparation(p.scoring, device);
-  device.launch(score_long_tiles_kernel<S, kParts, Tile>, blocks, Tile::kThreads, p, kScoreBytes<Tile>);
+  device.launch(score, blocks, Tile::kThreads, p, kScoreBytes<Tile>);
 }
 
 template <typename S, int kParts>
@@ -73,8 +75,7 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const Cros
   place_scores<Tile>(p, workspace);
   const DeviceStream device(scores);
   launch_preparation(p, device);
-  using Scoring = ScoreTileOf<kParts>;
-  device.launch(score_tile_kernel<S, kParts, Scoring>, scoring_blocks(p), Scoring::kThreads, p, kScoreBytes<Scoring>);
+  device.launch(score_tile_kernel<S, kParts, Tile>, scoring_blocks(p), Tile::kThreads, p, kScoreBytes<Tile>);
   return scores;
 }
 

@@ -40,19 +40,25 @@ class DeviceStream {
     check(cudaGetLastError());
   }
 
-  // Runs kernel in as many blocks as are resident at once, at most `at_most`.
+  // The number of blocks of kernel that are resident at once.
   template <typename Parameters>
-  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters,
-                       int64_t dynamic_bytes = 0) const {
+  int64_t resident_blocks(void (*kernel)(Parameters), int threads, int64_t dynamic_bytes) const {
     const void* function = reinterpret_cast<const void*>(kernel);
     const int bytes = static_cast<int>(dynamic_bytes);
     if (bytes > 0) check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, function, threads, bytes));
-    const int64_t blocks = std::min(at_most, processors() * resident);
+    return processors() * resident;
+  }
+
+  // Runs kernel in as many blocks as are resident at once, at most `at_most`.
+  template <typename Parameters>
+  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters,
+                       int64_t dynamic_bytes = 0) const {
+    const int64_t blocks = std::min(at_most, resident_blocks(kernel, threads, dynamic_bytes));
     void* arguments[] = {const_cast<Parameters*>(&parameters)};
-    check(cudaLaunchCooperativeKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments, bytes,
-                                      stream_));
+    check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
+                                      dim3(threads), arguments, static_cast<int>(dynamic_bytes), stream_));
   }
 
   int64_t processors() const {

@@ -22,16 +22,15 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kSetParts<S>))
   prepare_regulation<Tile>(parameters);
 }
 
-// 16 warps leave 128 registers to a thread: steps spill a few, the loops of products none.
 template <typename S, int kParts, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, kParts == 1 ? kFittingBlocks : 1)
     regulate_tiles_kernel(const __grid_constant__ RegulationProblem<S> parameters) {
   regulate_tiles<kParts, Tile>(parameters);
 }
 
 template <typename S, int kParts>
 void run(const Call& call, float* scores, float* alignments) {
-  using Tile = RegulationTile112;
+  using Tile = RegulationTileOf<kParts>;
   RegulatorOperands<S> operands(call);
   RegulationProblem<S> p{};
   operands.place(call, p);
@@ -39,17 +38,21 @@ void run(const Call& call, float* scores, float* alignments) {
   p.alignments = alignments;
   if (p.queries.n_sets == 0 || p.contexts.n_sets == 0) return;
   const DeviceStream device(call.queries);
+  const auto regulate = regulate_tiles_kernel<S, kParts, Tile>;
+  const int64_t resident = device.resident_blocks(regulate, Tile::kThreads, kRegulationBytes<Tile>);
   const RegulationSizes sizes{call.weights.width, call.weights.hidden, call.longest,
-                              regulating_blocks<Tile>(p, device.processors())};
+                              regulating_blocks<Tile>(p, resident)};
   Workspace measured;
   const int64_t blocks = place_regulation<kParts, Tile>(p, sizes, measured);
   const Tensor memory = scratch(call.queries, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
   place_regulation<kParts, Tile>(p, sizes, workspace);
-  using Preparation = RegulationPreparation;
+  // Multiplies with SetTile, and plans the same tiles of queries as those of the second launch.
+  using Preparation = RegulationTile112;
+  static_assert(Preparation::kRows == Tile::kRows && Preparation::kWindow == Tile::kWindow);
   device.launch(prepare_regulation_kernel<S, Preparation>, preparing_blocks(p), Preparation::kThreads, p,
                 SetTile::kBytes);
-  device.launch(regulate_tiles_kernel<S, kParts, Tile>, blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
+  device.launch(regulate, blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
 }
 
 void run(const Call& call, float* scores, float* alignments) {

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 // The weights have the order of the call; `gradient` is that of the scores, or with `aligns` of the alignments.
 Gradients differentiate(const Call& call, const std::vector<Tensor>& weights, const Tensor& gradient, bool aligns) {
-  using Tile = RegulationBackwardTile112;
+  using Tile = RegulationTile112;
   check_call(call);
   const Tensor incoming = torch::stable::contiguous(torch::stable::to(gradient, ScalarType::Float));
   RegulatorOperands<float> operands(call);

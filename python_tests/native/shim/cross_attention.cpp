@@ -50,8 +50,7 @@ std::vector<Offset> narrowed(const int64_t* offsets, int64_t n_sets) {
   return std::vector<Offset>(offsets, offsets + n_sets + 1);
 }
 
-// `Scoring`: the tile of score_tile, `Tile` that of the other kernels.
-template <typename S, int kParts, typename Tile, typename Scoring = Tile>
+template <typename S, int kParts, typename Tile>
 std::string run(const Settings& s, const void* queries, const int64_t* query_offsets, const void* contexts,
                 const int64_t* context_offsets, float* scores) {
   const Rows<S> query_values(queries, s.query_rows * s.dim, s.shift);
@@ -96,8 +95,8 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
         slabs, Tile::kThreads, s.seed + 1, [&] { score_long_tiles<kParts, Tile>(of_long); }, kScoreBytes<Tile>);
   } else if (problem.empty()) {
     problem = shim::launch(
-        scoring_blocks(p), Scoring::kThreads, s.seed + 1, [&] { score_tile<kParts, Scoring>(p, block_index()); },
-        kScoreBytes<Scoring>);
+        scoring_blocks(p), Tile::kThreads, s.seed + 1, [&] { score_tile<kParts, Tile>(p, block_index()); },
+        kScoreBytes<Tile>);
   }
   std::copy_n(found.memory, s.query_sets * s.context_sets, scores);
   return problem;
@@ -108,8 +107,7 @@ const char* scores_of(const Settings& s, const void* queries, const int64_t* que
                       const int64_t* context_offsets, float* scores) {
 #ifndef ITM_FAST_FLOAT32_ALONE
   if (s.large != 0) {
-    return report(run<S, kParts, ScoreTile112, ScoreTileOf<kParts>>(s, queries, query_offsets, contexts,
-                                                                    context_offsets, scores));
+    return report(run<S, kParts, ScoreTile112>(s, queries, query_offsets, contexts, context_offsets, scores));
   }
 #endif
   return report(run<S, kParts, SmallScoreTile>(s, queries, query_offsets, contexts, context_offsets, scores));

@@ -38,7 +38,7 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
     problem = shim::launch(blocks, threads, s.seed + counts[0], [&] { body(p); }, bytes);
     ++counts[0];
   };
-  using Preparation = std::conditional_t<Tile::kThreads == SetTile::kThreads, Tile, RegulationPreparation>;
+  using Preparation = std::conditional_t<Tile::kThreads == SetTile::kThreads, Tile, RegulationTile112>;
   launch(preparing_blocks(p), Preparation::kThreads, SetTile::kBytes,
          [](const auto& p) { prepare_regulation<Preparation>(p); });
   launch(blocks, Tile::kThreads, kRegulationBytes<Tile>, [](const auto& p) { regulate_tiles<kParts, Tile>(p); });
@@ -56,13 +56,15 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
     return report(kernel(*s, queries, query_offsets, contexts, context_offsets, weights, hidden, result, counts));     \
   }
 #ifdef ITM_FAST_SMALL_TILE_ALONE
+template <int>
 using LargestTile = SmallRegulationTile;
 #else
-using LargestTile = RegulationTile112;
+template <int kParts>
+using LargestTile = RegulationTileOf<kParts>;
 #endif
-ITM_FAST_REGULATED(float32, float, 3, LargestTile)
+ITM_FAST_REGULATED(float32, float, 3, LargestTile<3>)
 #ifndef ITM_FAST_FLOAT32_ALONE
-ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile)
+ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile<1>)
 ITM_FAST_REGULATED(bf16x3, float, 2, SmallRegulationTile)
 #endif
 

@@ -64,7 +64,7 @@ extern "C" const char* regulated_backward(const Settings* s, const float* gradie
 #ifdef ITM_FAST_SMALL_TILE_ALONE
   const auto kernel = run<SmallBackwardTile>;
 #else
-  const auto kernel = s->large != 0 ? run<RegulationBackwardTile112> : run<SmallBackwardTile>;
+  const auto kernel = s->large != 0 ? run<RegulationTile112> : run<SmallBackwardTile>;
 #endif
   return report(kernel(*s, gradients, queries, query_offsets, contexts, context_offsets, weights, hidden, n_weights,
                        room, query_gradients, context_gradients, weight_gradients, counts));

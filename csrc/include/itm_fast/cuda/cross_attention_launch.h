@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "itm_fast/cuda/long_tiles.h"
 #include "itm_fast/cuda/longest_sets.h"
@@ -14,11 +13,6 @@ namespace itm_fast::cuda {
 // The tile: 112 rows are the regions of three images, 128 columns about ten captions. The ring of stages takes 60 KB,
 // all shared memory 75 KB: two blocks per multiprocessor of compute capability 8.0 or 9.0, one on 8.6 and 8.9.
 using ScoreTile112 = ProductTile<112, 128, 2, 4, 4, 256>;
-// The same with 16 warps, for products of several parts: two blocks would have too few registers, and the eight warps
-// of one block leave a multiprocessor waiting.
-using WideScoreTile112 = ProductTile<112, 128, 4, 4, 4, 256>;
-template <int kParts>
-using ScoreTileOf = std::conditional_t<kParts == 1, ScoreTile112, WideScoreTile112>;
 
 template <typename Tile>
 constexpr int64_t kScoreBytes =

@@ -91,13 +91,9 @@ ITM_FAST_DEVICE void differentiate_row(const Raw& raw_score, const Logit& logit,
   for (int j = 0; j < n; ++j) along += logit(j) * unit(raw_score(j));
   const float scale = softmax ? options.temperature : options.temperature / row.denominator;
   const float rest = static_cast<float>(kNormEpsilon) / row.denominator;
-  struct Loaded {
-    float raw, gradient;
-  };
-  const auto load = [&](int j) -> Loaded { return {raw_score(j), logit(j)}; };
-  load_ahead(0, n, load, [&](int j, const Loaded& loaded) {
-    const float raw = loaded.raw, clipped = options.clipped(raw);
-    float gradient = loaded.gradient;
+  for (int j = 0; j < n; ++j) {
+    const float raw = raw_score(j), clipped = options.clipped(raw);
+    float gradient = logit(j);
     if (softmax) {
       gradient = unit(raw) * (gradient - along);
     } else if (is_divided) {
@@ -108,7 +104,7 @@ ITM_FAST_DEVICE void differentiate_row(const Raw& raw_score, const Logit& logit,
     gradient *= scale;
     if (options.clips && raw <= 0.0f) gradient *= options.negative_slope;
     store(j, gradient);
-  });
+  }
 }
 
 // The raw scores become their gradients; one thread per context.

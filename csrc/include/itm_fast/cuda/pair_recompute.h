@@ -181,10 +181,10 @@ template <typename Options>
 ITM_FAST_DEVICE void weigh_pair(const PairNumbers& numbers, int n, int n_contexts, const Options& options) {
   float* logits = numbers.mixed;
   each_row(numbers, n, n_contexts, options, [&](int k, const RowNorm& norm) {
-    const auto at = [&](int j) { return int64_t{j} * numbers.stride + k; };
-    load_ahead(
-        0, n, [&](int j) { return numbers.scores[at(j)]; },
-        [&](int j, float raw) { logits[at(j)] = options.temperature * norm.normalized(raw, options); });
+    for (int j = 0; j < n; ++j) {
+      const int64_t at = j * numbers.stride + k;
+      logits[at] = options.temperature * norm.normalized(numbers.scores[at], options);
+    }
   });
   barrier();
   const LogitOptions<Options> of_logits(options);
@@ -195,12 +195,10 @@ ITM_FAST_DEVICE void weigh_pair(const PairNumbers& numbers, int n, int n_context
     const float total =
         attend_column([&](int k) { return logits[at + k]; }, [](int) { return 1.0f; }, store, n_contexts, of_logits)
             .total;
-    load_ahead(
-        0, n_contexts, [&](int k) { return attention[k] / total; },
-        [&](int k, float weight) {
-          attention[k] = weight;
-          numbers.turned_attention().store(k, j, weight);
-        });
+    for (int k = 0; k < n_contexts; ++k) {
+      attention[k] /= total;
+      numbers.turned_attention().store(k, j, attention[k]);
+    }
   }
   barrier();
 }

@@ -9,11 +9,6 @@
 
 namespace itm_fast::cuda {
 
-// The tile of the backward, whose products of float32 rows take more registers than 16 warps leave to a thread.
-struct RegulationBackwardTile112 : ScoreTile112 {
-  static constexpr int kChunk = RegulationTile112::kChunk, kFewTiles = RegulationTile112::kFewTiles;
-};
-
 // Numbers that the arrays of a chunk have room for, 4 bytes each. RCAR with two steps, 1024 channels and alignments of
 // 256 numbers keeps about 23,000 per row: the hardest negatives of 128 captions of 13 words fit.
 inline constexpr int64_t kRoomForRows = 130'000'000;

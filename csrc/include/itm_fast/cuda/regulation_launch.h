@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "itm_fast/cuda/cross_attention_launch.h"
 #include "itm_fast/cuda/regulation.h"
@@ -10,16 +11,18 @@
 namespace itm_fast::cuda {
 
 // Products of at most 112 query rows (three images of 36 regions, or the words of about eight captions) with 128
-// contexts. Longer sets take several. 16 warps: a chain of small products waits for memory most of the time, and more
-// warps hide it.
-struct RegulationTile112 : ProductTile<112, 128, 4, 4, 4, 256> {
+// contexts. Longer sets take several.
+struct RegulationTile112 : ScoreTile112 {
   static constexpr int kChunk = 512;
   static constexpr int kFewTiles = 2;  // A context set has about 36 rows, a layer 128 outputs at a time.
 };
-// The tile of the first launch, which multiplies with SetTile. It plans the same tiles of queries.
-using RegulationPreparation = ScoreTile112;
-static_assert(RegulationPreparation::kRows == RegulationTile112::kRows &&
-              RegulationPreparation::kWindow == RegulationTile112::kWindow);
+// The same with 16 warps. The forward is a chain of small products that wait for memory most of the time, which more
+// warps hide. Products of one part leave room for two blocks of eight warps instead, which do not wait for each other.
+struct WideRegulationTile112 : ProductTile<112, 128, 4, 4, 4, 256> {
+  static constexpr int kChunk = RegulationTile112::kChunk, kFewTiles = RegulationTile112::kFewTiles;
+};
+template <int kParts>
+using RegulationTileOf = std::conditional_t<kParts == 1, RegulationTile112, WideRegulationTile112>;
 
 template <typename Tile>
 constexpr int64_t kRegulationBytes = RegulationMemory<Tile>::kBytes;
