@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks import costs, dense_costs, kernels, maxsim_costs
+from benchmarks import costs, dense_costs, kernel_times, kernels, maxsim_costs
 from benchmarks.costs import DEVICES, Cost
 from benchmarks.gpu_table import check_is_of_a_gpu
 from benchmarks.kernels import BOOSTING, GPUS, Work, predict, repeated
@@ -98,8 +98,13 @@ WORKLOADS = (
 )
 
 
-def tables(results: Sequence[Mapping[str, Any]]) -> str:
-    """Render all tables; `results` are those of benchmarks on GPUs, at most one for each of `DEVICES`."""
+def tables(results: Sequence[Mapping[str, Any]], times: Mapping[str, Any] | None = None) -> str:
+    """Render all tables.
+
+    Args:
+        results: those of benchmarks on GPUs, at most one for each of `DEVICES`.
+        times: those of the kernels on a GPU, for workloads that no benchmark has measured.
+    """
     measured: dict[str, Mapping[str, Any]] = {}
     for result in results:
         check_is_of_a_gpu(result, "a result")
@@ -107,12 +112,14 @@ def tables(results: Sequence[Mapping[str, Any]]) -> str:
         if device is None or device in measured:
             raise ValueError(f"expected one result for each of {', '.join(DEVICES)}, got '{result['device']['name']}'")
         measured[device] = result
-    run = f"Measured on {', '.join(measured)}; elsewhere the kernels are" if measured else SIMULATED
+    timed = {} if times is None else {costs.device_of(times["device"]["name"]): kernel_times.fastest(times)}
+    ran = [name for name in DEVICES if name in measured or name in timed]
+    run = f"Measured on {', '.join(ran)}; elsewhere the kernels are" if ran else SIMULATED
     parts = [
         f"{run} compiled, and [simulated](../internals/shim.md) by the tests.",
         _devices(),
         _workloads(),
-        *(_floors(name, measured.get(name)) for name in DEVICES),
+        *(_floors(name, measured.get(name), timed.get(name, {})) for name in DEVICES),
     ]
     parts += [_kernels("H200"), _consequences()]
     return "\n\n".join(parts) + "\n"
@@ -157,7 +164,7 @@ def _workloads() -> str:
     return table(rows)
 
 
-def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
+def _floors(name: str, measured: Mapping[str, Any] | None, timed: Mapping[str, float]) -> str:
     peaks = DEVICES[name]
     rows = [[f"on {name}", "products", "memory", "the larger floor", "predicted", "up to", "bound by", "reached"]]
     for workload in WORKLOADS:
@@ -174,7 +181,7 @@ def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
                 seconds(prediction.seconds),
                 seconds(prediction.longest),
                 f"{prediction.bound}, {share:.0f} %",
-                _reached(workload, measured, max(tensor, memory)),
+                _reached(workload, measured, timed, max(tensor, memory)),
             ]
         )
     return table(rows)
@@ -272,10 +279,13 @@ def _blocks(what: str, images: int, captions: int) -> str:
     )
 
 
-def _reached(workload: Workload, measured: Mapping[str, Any] | None, floor: float) -> str:
+def _reached(workload: Workload, measured: Mapping[str, Any] | None, timed: Mapping[str, float], floor: float) -> str:
     """Render the fastest native variant on 16-bit inputs, or on scores, with the share of its floor."""
+    if measured is None and workload.measured_as in timed:
+        kernels_alone = workload.steps * timed[workload.measured_as]
+        return f"**{seconds(kernels_alone)}** in kernels, floor / time {100 * floor / kernels_alone:.0f} %"
     if measured is None:
-        return NOT_RUN
+        return "not measured" if timed else NOT_RUN
     found = measured["workloads"].get(workload.measured_as, {"variants": {}})["variants"]
     of_vectors = workload.measured_as.startswith(
         ("scores", "step", "matching", "long", "regulated", "maxsim", "evaluation")

@@ -21,6 +21,7 @@ from benchmarks import (
     buckets,
     coco_table,
     discriminators,
+    kernel_times,
     laps,
     laps_steps,
     long_sets,
@@ -89,9 +90,13 @@ def result(name: str, command: str) -> dict[str, Any]:
 
 
 def gpus() -> str:
-    """Render the cost model with the results of stages `bench`; raises SystemExit on a dry run."""
+    """Render the cost model with the results of stages `bench` and times of kernels; raises SystemExit on a dry run."""
+    times = RESULTS / "kernel_times.json"
     try:
-        return tables([json.loads(p.read_text())["results"] for p in sorted(RESULTS.glob("gpu_check_bench_*.json"))])
+        return tables(
+            [json.loads(p.read_text())["results"] for p in sorted(RESULTS.glob("gpu_check_bench_*.json"))],
+            json.loads(times.read_text()) if times.exists() else None,
+        )
     except ValueError as error:
         raise SystemExit(f"benchmarks/results: {error}") from error
 
@@ -163,6 +168,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "regulated_former": measured(
             "regulated_former", regulated_former.markdown, "python -m benchmarks.regulated_former ../former --json {}"
         ),
+        "kernel_times": measured("kernel_times", kernel_times.markdown, "python -m benchmarks.kernel_times NAME {}"),
         "long_sets": measured("long_sets", long_sets.markdown, "python -m benchmarks.long_sets --json {}"),
         "laps": measured("laps", laps.markdown, "python -m benchmarks.laps --json {}"),
         "scenarios": measured("scenarios", scenarios.markdown, "python -m benchmarks.scenarios --json {}"),
