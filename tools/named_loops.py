@@ -151,19 +151,24 @@ WANTED = (
     Wanted(_DIFFERENTIATED, "sum of rows", ("add_to_weight", "sum_rows"), "HMMA.*", "HMMA"),
     Wanted(_SCORES, "statistics", ("row_factor",), "LDS", "raw score"),
     Wanted(_SCORES, "attention", ("attend_column",), "STS", "raw score", without=("attend_hard",)),
+    # A thread of score_tile takes two queries at a time, one of regulate_tiles one.
     *(
-        Wanted(kernel, "Gram rows", ("attended_norm",), r"LDG?\.E\.128.*", "8 elements of a Gram matrix", work=0.5)
-        for kernel in (_SCORES, _REGULATED)
+        Wanted(
+            *(kernel, "Gram rows", ("find_attended_norms",), r"LDG?\.E\.128.*", "8 elements of a Gram matrix"),
+            work=0.5 * queries,
+        )
+        for kernel, queries in ((_SCORES, 2), (_REGULATED, 1))
     ),
     *(
         Wanted(
-            *(kernel, "Gram blocks", ("attended_norm",), r"MUFU\.RSQ", "diagonal element"),
+            *(kernel, "Gram blocks", ("find_attended_norms",), r"MUFU\.RSQ", "diagonal element"),
+            work=queries,
             around=True,
             without=("cosine_of",),
         )
-        for kernel in (_SCORES, _REGULATED)
+        for kernel, queries in ((_SCORES, 2), (_REGULATED, 1))
     ),
-    Wanted(_SCORES, "cosines", ("score_products", "cosine_of"), ITERATION, "query and image", around=True),
+    Wanted(_SCORES, "cosines", ("score_products", "cosine_of"), ITERATION, "query and image", work=2.0, around=True),
     *_LONG,
     *_BACKWARD,
     Wanted(_MAXSIM, "maxima", ("fold", "add"), "LDS", "product"),
@@ -185,7 +190,7 @@ WANTED = (
     Wanted(_REGULATED, "attention", ("attend_row",), ITERATION, "query"),
     Wanted(_REGULATED, "differences", ("write_differences", "attended_at"), "LDS", "channel"),
     Wanted(_REGULATED, "channels", ("reweight",), r"MUFU\.EX2", "channel"),
-    Wanted(_REGULATED, "alignments", ("align_rows", "for_each_product"), "LDS", "output"),
+    Wanted(_REGULATED, "alignments", ("align_rows", "for_each_product_and_number"), "LDS", "output"),
     Wanted(_REGULATED, "wide layer", ("correspond", "for_each_product"), r"MUFU\.EX2", "output"),
     Wanted(_REGULATED, "narrow layer", ("correspond",), r"MUFU\.EX2", "output"),
     Wanted(_REGULATED, "aggregation", ("aggregate", "for_each_channel"), r"MUFU\.EX2", "output"),

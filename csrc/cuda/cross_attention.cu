@@ -44,7 +44,7 @@ void launch_long(const ScoreProblem<S>& scoring, const SlabLayout& layout, const
   LongProblem<S> p{scoring, layout, nullptr};
   const auto score = score_long_tiles_kernel<S, kParts, Tile>;
   const int64_t resident = device.resident_blocks(score, Tile::kThreads, kScoreBytes<Tile>);
-  const int64_t blocks = long_blocks<Tile>(scoring, resident);
+  const int64_t blocks = long_blocks<Tile>(scoring, layout, resident);
   Workspace measured;
   place_long<Tile>(p, blocks, measured);
   const Tensor memory = scratch(scores, measured.bytes());

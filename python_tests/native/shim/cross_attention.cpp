@@ -74,7 +74,7 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
   p.scores = found.memory;
   LongProblem<S> of_long{p, slab_layout<Tile>(p, {s.longest_query, s.longest_context}), nullptr};
   const bool is_long = has_long_sets<Tile>(of_long.layout);
-  const int64_t slabs = long_blocks<Tile>(p, kSlabs);
+  const int64_t slabs = long_blocks<Tile>(p, of_long.layout, kSlabs);
   const auto place = [&](Workspace& workspace) {
     if (is_long) {
       place_long<Tile>(of_long, slabs, workspace);
@@ -141,7 +141,7 @@ extern "C" const char* slab(const Settings* s, int64_t* found) {
   const bool is_long = has_long_sets<ScoreTile112>(layout);
   found[0] = is_long ? layout.rows : 0;
   found[1] = is_long ? layout.columns : 0;
-  found[2] = is_long ? long_blocks<ScoreTile112>(p, 132) : 0;
+  found[2] = is_long ? long_blocks<ScoreTile112>(p, layout, 132) : 0;
   return "";
 }
 

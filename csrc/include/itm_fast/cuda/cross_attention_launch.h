@@ -46,6 +46,9 @@ int64_t scoring_blocks(const ScoreProblem<S>& p) {
   return p.context_tiles.capacity * p.query_tiles.capacity;
 }
 
+// Bytes of the slabs of all blocks, unless that of one block is larger.
+inline constexpr int64_t kRoomForSlabs = 520'000'000;
+
 // The slab of a block of score_long_tiles.
 template <typename Tile, typename S>
 SlabLayout slab_layout(const ScoreProblem<S>& p, const LongestSets& longest) {
@@ -60,9 +63,10 @@ bool has_long_sets(const SlabLayout& layout) {
   return layout.rows > Tile::kRows || layout.columns > Tile::kColumns;
 }
 
-// The blocks of score_long_tiles: as many as there may be pairs of tiles, at most `at_most`.
+// The blocks of score_long_tiles: as many as there may be pairs of tiles, at most `at_most`, and whose slabs have room.
 template <typename Tile, typename S>
-int64_t long_blocks(const ScoreProblem<S>& p, int64_t at_most) {
+int64_t long_blocks(const ScoreProblem<S>& p, const SlabLayout& layout, int64_t at_most) {
+  at_most = std::clamp<int64_t>(kRoomForSlabs / (4 * layout.size()), 1, at_most);
   const int64_t context_tiles = most_tiles(p.contexts.n_sets, p.contexts.n_rows, Tile::kRows);
   return std::min(context_tiles * most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kColumns), at_most);
 }

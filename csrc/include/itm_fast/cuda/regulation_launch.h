@@ -34,9 +34,6 @@ struct RegulationSizes {
   int64_t blocks;  // of the second launch, at most
 };
 
-// Bytes of the slabs of all blocks, unless that of one block is larger.
-inline constexpr int64_t kRoomForSlabs = 520'000'000;
-
 // Lays out the operands of products. The layers are already set, except `packed`. The backward uses no Gram matrices.
 template <typename Tile, typename S>
 void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
