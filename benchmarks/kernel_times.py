@@ -36,14 +36,14 @@ RUNS = 5
 LEAST_SHARE = 0.15
 
 
-def kernel_seconds(events: Iterable[Any]) -> dict[str, float]:
-    """Return the median time of each kernel of a profile, by its name without "_kernel"."""
+def kernel_seconds(events: Iterable[Any], runs: int = RUNS) -> dict[str, float]:
+    """Return the time of each kernel in a run, by its name without "_kernel": its median times its launches."""
     found: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             name = re.search(r"(\w+)_kernel", event.name)
             found[name[1] if name else event.name.split()[0]].append(event.device_time / 1e6)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: statistics.median(times) * len(times) / runs for name, times in found.items()}
 
 
 def _profiled(call: Callable[[], Any]) -> list[Any]:
@@ -87,12 +87,15 @@ def add(results: Mapping[str, Any], name: str, device: str, times: Mapping[str, 
 
 
 def fastest(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of all kernels of each workload on bfloat16 rows, in its fastest build."""
+    """Return the seconds of all kernels of each workload of the last build, in its fastest build.
+
+    Rows are bfloat16; losses and ranks have no rows.
+    """
     found: dict[str, float] = {}
     for build in results["builds"]:
         for workload, precisions in build["workloads"].items():
-            if "bfloat16" in precisions:
-                total = sum(precisions["bfloat16"].values())
+            if workload in results["builds"][-1]["workloads"]:
+                total = sum((precisions.get("bfloat16") or precisions["float32"]).values())
                 found[workload] = min(total, found.get(workload, total))
     return found
 
@@ -164,7 +167,7 @@ def _times(results: Mapping[str, Any]) -> str:
     names = [build["name"] for build in builds]
     rows = [["kernel", "workload", "rows", *names]]
     first = builds[0]["workloads"]
-    shown: dict[tuple[str, str], list[float]] = {}
+    shown: dict[tuple[str, ...], list[float]] = {}
     for workload, precision in ((w, p) for w, precisions in first.items() for p in precisions):
         total = sum(first[workload][precision].values())
         for kernel, of_first in first[workload][precision].items():
@@ -172,7 +175,8 @@ def _times(results: Mapping[str, Any]) -> str:
                 continue
             times = [build["workloads"].get(workload, {}).get(precision, {}).get(kernel) for build in builds]
             known = [one for one in times if one is not None]
-            seen = shown.setdefault((kernel, precision), [])
+            size = re.findall(r"[\dx ]+$", workload)
+            seen = shown.setdefault((kernel, precision, *size), [])
             # A step has the same scores as the scores alone. One build alone compares nothing.
             if len(known) < min(2, len(builds)) or any(0.9 < of_first / other < 1.1 for other in seen):
                 continue

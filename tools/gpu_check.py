@@ -159,7 +159,7 @@ def deadlines(
     if not short:
         return {names[0]: began + limit}
     kept = {name: sum(KEPT_S[later] for later in names[number + 1 :]) for number, name in enumerate(names)}
-    return {name: began + limit - seconds for name, seconds in kept.items()}
+    return {name: began + limit - seconds * limit / LIMIT_S for name, seconds in kept.items()}
 
 
 def main() -> None:

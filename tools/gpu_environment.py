@@ -46,7 +46,11 @@ def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Nam
         help="use the libraries in itm_fast/, built elsewhere for this GPU; build nothing",
     )
     parser.add_argument(
-        "--limit-s", type=float, default=LIMIT_S, metavar="N", help=f"most seconds of a stage ({LIMIT_S:.0f})"
+        "--limit-s",
+        type=float,
+        default=LIMIT_S,
+        metavar="N",
+        help=f"most seconds of a stage, or of a first round ({LIMIT_S:.0f})",
     )
     parser.add_argument("--commit", metavar="HASH", help="commit of these sources, if they come without a history")
     options = parser.parse_args(arguments)

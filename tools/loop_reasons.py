@@ -67,7 +67,7 @@ REASONS = (
         "24 conversions, 30 for copies, 12 loads of fragments; the rest decides which products to skip.",
         'Bound by issue slots on an A100 and an H200. Only float32 rows with precision "medium" take this loop; 16-bit '
         "rows, as under autocast, take one with 32 to 36 other instructions. Two blocks per multiprocessor leave no "
-        "registers for a loop without decisions. `score_long_tiles`, with one block, has the loop of the others. "
+        "registers for a loop without decisions. "
         "One block of `score_tile` and `score_maxsim` fits on sm_86 and sm_89, "
         "and one of `matching_loss` below sm_90: there `matching_loss` has no bound on registers, and the bound of the "
         "others costs no spills.",

@@ -10,8 +10,8 @@ namespace itm_fast::cuda {
 // Blocks per multiprocessor. Products of several parts need more registers per thread than are left with two.
 constexpr int blocks_together(int parts) { return parts == 1 ? 2 : 1; }
 
-// Blocks that share the memory of a multiprocessor where each takes as much as a block of scores: 77 KB of 164 KB or
-// more, on some architectures of 100 KB. There, a bound for two would only cost registers.
+// Blocks of 77 KB of shared memory that fit a multiprocessor: two where it has 164 KB or more, one where it has 100 KB.
+// There, a bound for two would only cost registers.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 inline constexpr int kFittingBlocks = 1;
 #else

@@ -44,5 +44,8 @@ class Plugins:
 
 @lru_cache(maxsize=8)
 def _declared(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by name; reading those of all packages takes long, and each setting asks."""
+    """Return the entry points of a group by name. Reading those of all packages takes long, and each setting asks.
+
+    A package that is installed later, into a folder of the path, is found by the next process.
+    """
     return {point.name: point for point in entry_points(group=group)}

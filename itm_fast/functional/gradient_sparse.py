@@ -24,8 +24,8 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
     """Score all pairs by any module; recompute only pairs with a non-zero gradient in the backward pass.
 
     The forward calls the module on blocks of the matrix, without gradient. The backward calls it again, with gradient,
-    on pairs with a non-zero gradient: about 3 B of B x B with hardest negatives. Scores and gradients are those of one
-    call on everything, up to rounding.
+    on pairs with a non-zero gradient: about 3 B of B x B with hardest negatives. On a GPU it calls it on groups of up
+    to 256 pairs, which hold others, too. Scores and gradients are those of one call on everything, up to rounding.
 
     An attribute or property `coupling` of the module says which scores depend on each other. These are recomputed
     together:

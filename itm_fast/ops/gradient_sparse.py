@@ -8,13 +8,14 @@ The backward recomputes the smallest part that gives the same values: single pai
 column depend on each other, or the whole matrix (`COUPLINGS`). A block that drew random numbers is recomputed as a
 whole, from its original generator states. Only the forward has side effects (running statistics); the backward starts
 from the state before them. Single pairs are recomputed in parts of one row or column or, if the score supports it, as a
-list (`Listed`): a few large steps instead of many small ones.
+list (`Listed`): a few large steps instead of many small ones. On a GPU a part has several rows or columns, and so pairs
+without a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ __all__ = ["COUPLINGS", "Listed", "Score", "Sets", "gradient_sparse_scores"]
 
 # Scores that depend on each other: none, those of one column, all.
 COUPLINGS = ("pair", "caption", "batch")
-# Pairs of adjacent rows or columns that a GPU scores together, with others between them: a part costs hundreds of
-# launches, on an H200 about as much time as these pairs (measured with SGRAF).
+# Most pairs of a group of consecutive rows or columns that a GPU scores together, including pairs without a gradient: a
+# part costs hundreds of launches, on an H200 about as much time as these pairs (measured with SGRAF).
 GROUPED_PAIRS = 256
 # Mean number of pairs per row or column from which the CPU scores a row or column together (measured with RCAR).
 LIST_RUN = 16
@@ -105,6 +106,7 @@ class _Part:
     state: Any
     random: Any
     listed: bool  # True: row i with column i. False: all rows with all columns
+    needed: Tensor | None = None  # of a group of several lines, bool (rows, columns) on the CPU: pairs with a gradient
 
     def of(self, grad: Tensor) -> Tensor:
         return grad[self.rows, self.columns] if self.listed else grad[self.rows[:, None], self.columns]
@@ -157,26 +159,26 @@ class _Plan:
                 yield _Part(part[:, 0], part[:, 1], None, None, listed=True)
             return
         for block in blocks:
-            for rows, columns in self._of_block(block, grad):
-                yield _Part(rows, columns, block.state, block.random, listed=False)
+            yield from self._of_block(block, grad)
 
-    def _of_block(self, block: _Block, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the row and column indices of each part of a block that the backward must score."""
+    def _of_block(self, block: _Block, grad: Tensor) -> Iterator[_Part]:
+        """Yield the parts of a block that the backward must score."""
+
+        def part(rows: Tensor, columns: Tensor) -> _Part:
+            return _Part(rows, columns, block.state, block.random, listed=False)
+
         rows, columns = _numbers(block.rows, grad.device), _numbers(block.columns, grad.device)
         needed = grad[block.rows.start : block.rows.stop, block.columns.start : block.columns.stop] != 0
         of_rows, of_columns = (needed.any(dim=dim).nonzero()[:, 0] for dim in (1, 0))
         if len(of_rows) == 0:
             return
         if block.random is not None or self.coupling == "batch":
-            yield rows, columns
+            yield part(rows, columns)
         elif self.coupling == "caption":
-            yield rows, columns[of_columns]
+            yield part(rows, columns[of_columns])
         else:
             most = min(self.chunk_pairs, _pairs_together(grad.device))
-            by_column = len(of_columns) <= len(of_rows)
-            for lines, others in _groups((needed.t() if by_column else needed).cpu(), most):
-                here = [indices.to(grad.device) for indices in (lines, others)]
-                yield (rows[here[1]], columns[here[0]]) if by_column else (rows[here[0]], columns[here[1]])
+            yield from _grouped(part(rows, columns), needed.cpu(), len(of_columns) <= len(of_rows), most)
 
     def call(
         self,
@@ -242,21 +244,30 @@ class _GradientSparse(torch.autograd.Function):
             for tensor, wanted in zip(tensors, needed, strict=True)
         ]
         plan = ctx.plan
-        for part in plan.again(ctx.blocks, grad):
+
+        def add(part: _Part) -> None:
             score = plan.listed.score if part.listed else plan.score
             with torch.enable_grad(), as_it_was(ctx.autocast, part.random, grad.device):
                 scores, leaves, places = plan.call(
                     score, tensors, needed, part.state, part.rows, part.columns, part.listed
                 )
             if not scores.requires_grad:
-                continue
+                return
             wanted = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
             outer = part.of(grad).to(scores.dtype)
             found = torch.autograd.grad(scores, [leaves[place] for place in wanted], outer, allow_unused=True)
+            if part.needed is not None and not _all_finite(found):
+                # A pair without a gradient may have no derivative: 0 times infinity.
+                for line in _grouped(part, part.needed, True, 0):
+                    add(line)
+                return
             for place, gradient in zip(wanted, found, strict=True):
                 total = sums[place]
                 if gradient is not None and total is not None:
                     part.add(gradient, places[place], total)
+
+        for part in plan.again(ctx.blocks, grad):
+            add(part)
         pairs = zip(sums, tensors, strict=True)
         return (None, *(None if total is None else total.to(tensor.dtype) for total, tensor in pairs))
 
@@ -274,6 +285,31 @@ def _pairs_together(device: torch.device) -> int:
 
 def _numbers(numbers: range, device: torch.device) -> Tensor:
     return torch.arange(numbers.start, numbers.stop, device=device)
+
+
+def _all_finite(gradients: Sequence[Tensor | None]) -> bool:
+    return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
+
+
+def _grouped(whole: _Part, needed: Tensor, by_column: bool, most: int) -> Iterator[_Part]:
+    """Yield the groups of `whole` that hold all needed pairs, by `_groups` of its columns or rows.
+
+    Args:
+        needed: bool (rows, columns), on the CPU.
+    """
+    groups = list(_groups(needed.t() if by_column else needed, most))
+    if not groups:
+        return
+    # One copy: each waits for a GPU.
+    indices = torch.cat([index for group in groups for index in group]).to(whole.rows.device)
+    sizes = [len(index) for group in groups for index in group]
+    found = iter(indices.split(sizes))
+    for lines, others in groups:
+        on_device = next(found), next(found)
+        rows, columns = reversed(on_device) if by_column else on_device
+        here = (others, lines) if by_column else (lines, others)
+        held = needed[here[0][:, None], here[1]] if len(lines) > 1 else None
+        yield replace(whole, rows=whole.rows[rows], columns=whole.columns[columns], needed=held)
 
 
 def _groups(needed: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -57,7 +57,8 @@ def compute_precision(tensor: Tensor) -> str:
     """Return the requested precision: "float64", "float32", "bf16x3", "bf16" or "fp16".
 
     It follows from the dtype of the (autocast) input. For float32 it follows from PyTorch's setting of the float32
-    matrix product precision, in its older or newer form. A kernel may compute more precisely if that is faster.
+    matrix product precision, in its older or newer form. On CUDA the older "medium" counts even if the newer form says
+    "tf32", because PyTorch sets that for it. A kernel may compute more precisely if that is faster.
     """
     if tensor.dtype != torch.float32:
         return _BY_DTYPE[tensor.dtype]

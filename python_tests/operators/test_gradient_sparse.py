@@ -127,16 +127,41 @@ def test_the_hardest_negatives_need_three_pairs_per_anchor() -> None:
     assert 24 < needed <= 3 * 24
 
 
-@pytest.mark.parametrize(("most", "calls"), [(0, [2, 1, 2]), (6, [4, 2]), (8, [4, 2]), (12, [12]), (256, [12])])
-def test_a_gpu_scores_several_columns_together(most: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("most", "chunk_pairs", "calls"),
+    [(0, 99, [2, 1, 2]), (6, 99, [4, 2]), (12, 99, [12]), (256, 99, [12]), (256, 63, [12])],
+)
+def test_a_gpu_scores_several_columns_together(
+    most: int, chunk_pairs: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pairs of columns 0, 5 and 8 are in rows 0 and 3, in row 3, and in rows 2 and 6."""
     monkeypatch.setattr(gradient_sparse, "_pairs_together", lambda device: most)
     torch.manual_seed(1)
     module = Host().double()
-    assert_equal(*both(module, sparse_gradient(), 1000))
+    assert_equal(*both(module, sparse_gradient(), chunk_pairs))
     assert module.scored(with_gradient=True) == calls
-    assert_equal(*both(module, sparse_gradient().t().contiguous(), 1000))
+    assert_equal(*both(module, sparse_gradient().t().contiguous(), chunk_pairs))
     assert module.scored(with_gradient=True)[-len(calls) :] == calls
+
+
+class Distance(nn.Module):
+    """The distance of an image and a caption, without a derivative where it is zero."""
+
+    def forward(self, images: Tensor, captions: Tensor) -> Tensor:
+        return (images[:, None] - captions).square().sum(dim=2).sqrt()
+
+
+@pytest.mark.parametrize("most", [0, 256])
+def test_pairs_without_a_gradient_may_have_no_derivative(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_sparse, "_pairs_together", lambda device: most)
+    images = torch.arange(12.0, dtype=torch.float64).reshape(4, 3).requires_grad_()
+    captions = images.detach().clone()
+    grad = torch.zeros(4, 4, dtype=torch.float64)
+    grad[[0, 1, 2, 3], [1, 2, 3, 0]] = 1.0
+    scores = F_itm.gradient_sparse_scores(Distance(), images, captions, chunk_pairs=100)
+    (found,) = torch.autograd.grad(scores, images, grad)
+    down, up = torch.full((3, 3), -(3**-0.5)), torch.full((1, 3), 3**-0.5)
+    torch.testing.assert_close(found, torch.cat([down, up]).double())
 
 
 def test_a_dense_gradient() -> None:

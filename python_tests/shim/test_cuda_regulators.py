@@ -118,7 +118,7 @@ def test_ragged_sets_of_any_width(kernels: RegulatorKernels, data: st.DataObject
 
 
 def test_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
-    """112 x 128 with four stages and eight warps, and more than one chunk of 512 channels."""
+    """112 x 128 with four stages and eight warps or 16, and more than one chunk of 512 channels."""
     queries, contexts = random_fragments([13, 40], 530), random_fragments([9], 530, seed=1)
     parameters = random_parameters("rcar2", 530, 20)
     check_scores(kernels, queries, contexts, parameters, run={"large": True})

@@ -243,6 +243,8 @@ def test_libraries_built_elsewhere_and_a_shorter_limit(tmp_path: Path, monkeypat
     options = gpu_environment.parse(["bench", "--built", "--limit-s", "90", "--out", str(tmp_path)])
     assert gpu_check.build(options, False, sys.executable) == ("passed", "built elsewhere", 0.0)
     assert gpu_check.deadlines(options.stage, 7.0, False, options.limit_s) == {"bench": 97.0}
+    ends = gpu_check.deadlines(gpu_check.STAGES, 7.0, True, options.limit_s)
+    assert list(ends.values()) == [pytest.approx(7.0 + share * 90 / 480) for share in (200, 300, 380, 480)]
 
 
 def test_a_stage_that_fails_keeps_the_results_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ ITM_FAST_SCORES(float32_as_bf16x3, float, 2)
 ITM_FAST_SCORES(float32_as_bf16, float, 1)
 #endif
 
-// Writes the contexts and queries of a slab of the launcher and the number of slabs on 132 multiprocessors, or zeros.
+// Writes the contexts and queries of a slab of the launcher and the number of slabs of 264 blocks, or zeros.
 extern "C" const char* slab(const Settings* s, int64_t* found) {
   ScoreProblem<float> p{};
   p.queries.n_sets = s->query_sets;
@@ -141,7 +141,7 @@ extern "C" const char* slab(const Settings* s, int64_t* found) {
   const bool is_long = has_long_sets<ScoreTile112>(layout);
   found[0] = is_long ? layout.rows : 0;
   found[1] = is_long ? layout.columns : 0;
-  found[2] = is_long ? long_blocks<ScoreTile112>(p, layout, 132) : 0;
+  found[2] = is_long ? long_blocks<ScoreTile112>(p, layout, 264) : 0;
   return "";
 }
 

@@ -65,7 +65,7 @@ using LargestTile = RegulationTileOf<kParts>;
 ITM_FAST_REGULATED(float32, float, 3, LargestTile<3>)
 #ifndef ITM_FAST_FLOAT32_ALONE
 ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile<1>)
-ITM_FAST_REGULATED(bf16x3, float, 2, SmallRegulationTile)
+ITM_FAST_REGULATED(bf16x3, float, 2, LargestTile<2>)
 #endif
 
 // Writes the number of blocks of the second launch, at most `s->blocks`, the bytes of the slab of each, and the length
@@ -81,7 +81,7 @@ extern "C" const char* slabs(const Settings* s, int64_t hidden, int64_t* found) 
   p.options.normalize_attended = s->normalize_attended != 0;
   p.options.n_correspondences = s->correspondences;
   Workspace measured;
-  found[0] = place_regulation<3, RegulationTile112>(p, {s->width, hidden, s->longest(), s->blocks}, measured);
+  found[0] = place_regulation<3, RegulationTileOf<3>>(p, {s->width, hidden, s->longest(), s->blocks}, measured);
   found[1] = p.slab.bytes;
   found[2] = p.gram_width;
   return "";
@@ -91,8 +91,8 @@ extern "C" const char* slabs(const Settings* s, int64_t hidden, int64_t* found) 
 // which the longest has `longest` rows, or 0: unknown.
 extern "C" const char* limits(int64_t n_rows, int64_t n_sets, int64_t longest, int64_t* found) {
   const SetRows<float> sets{nullptr, nullptr, true, n_sets, n_rows};
-  found[0] = slab_rows(sets, longest, RegulationTile112::kRows, kMostQueries);
-  found[1] = slab_rows(sets, longest, RegulationTile112::kColumns, kMostContexts);
+  found[0] = slab_rows(sets, longest, RegulationTileOf<3>::kRows, kMostQueries);
+  found[1] = slab_rows(sets, longest, RegulationTileOf<3>::kColumns, kMostContexts);
   found[2] = kMostSteps;
   return "";
 }

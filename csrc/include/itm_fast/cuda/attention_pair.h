@@ -191,7 +191,7 @@ ITM_FAST_DEVICE ColumnAttention attend_hard(const Raw& raw, const Factor& factor
 }
 
 // The attention of one query over n contexts, with raw scores raw(k) and row factors factor(k). Calls store(k, e_k) for
-// every context, after the last use of raw(k), but after the first use of raw scores that follow.
+// every context, after the last use of raw(k). Raw scores of a few later contexts may have been read by then.
 template <typename Raw, typename Factor, typename Store, typename Options>
 ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& factor, const Store& store, int n,
                                               const Options& options) {

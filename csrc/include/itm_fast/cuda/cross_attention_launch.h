@@ -11,7 +11,7 @@
 namespace itm_fast::cuda {
 
 // The tile: 112 rows are the regions of three images, 128 columns about ten captions. The ring of stages takes 60 KB,
-// all shared memory 75 KB: two blocks per multiprocessor of compute capability 8.0 or 9.0, one on 8.6 and 8.9.
+// all shared memory 77 KB: two blocks per multiprocessor of compute capability 8.0 or 9.0, one on 8.6 and 8.9.
 using ScoreTile112 = ProductTile<112, 128, 2, 4, 4, 256>;
 
 template <typename Tile>
@@ -66,7 +66,7 @@ bool has_long_sets(const SlabLayout& layout) {
 // The blocks of score_long_tiles: as many as there may be pairs of tiles, at most `at_most`, and whose slabs have room.
 template <typename Tile, typename S>
 int64_t long_blocks(const ScoreProblem<S>& p, const SlabLayout& layout, int64_t at_most) {
-  at_most = std::clamp<int64_t>(kRoomForSlabs / (4 * layout.size()), 1, at_most);
+  at_most = std::clamp<int64_t>(kRoomForSlabs / (4 * layout.size()), 1, std::max<int64_t>(at_most, 1));
   const int64_t context_tiles = most_tiles(p.contexts.n_sets, p.contexts.n_rows, Tile::kRows);
   return std::min(context_tiles * most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kColumns), at_most);
 }

@@ -62,7 +62,6 @@ class RegulationStep {
  protected:
   using Memory = RegulationMemory<Tile>;
   static constexpr int kColumns = Tile::kColumns, kChunk = Tile::kChunk, kStride = Tile::kScoreStride;
-  static constexpr int kTogether = 4;       // numbers that a thread reads before it uses the first of them
   static_assert(Tile::kRows >= kTileSets);  // Guidance vectors are rows of products.
 
  public:
@@ -116,26 +115,18 @@ class RegulationStep {
     }
   }
   // The same for code that also reads a number from global memory: of_column(column) returns a Reader, and `use` gets
-  // the number, too. Several are read before the first is used, so that their latencies overlap; the compiler cannot
-  // reorder them, because what `use` writes might be what `read` reads.
+  // the number, too. See load_ahead.
   template <typename OfColumn>
   ITM_FAST_DEVICE void for_each_product_and_number(int count, const OfColumn& of_column) const {
     ITM_FAST_TILE_SCORES(Tile);
     for (int c = lane(); c < count; c += 32) {
       const auto reader = of_column(c);
-      for (int first = warp(); first < n_run_; first += kTogether * Tile::kWarps) {
-        float numbers[kTogether];
-        ITM_FAST_UNROLLED
-        for (int i = 0; i < kTogether; ++i) {
-          const int place = first + i * Tile::kWarps;
-          numbers[i] = place < n_run_ ? reader.read(place) : 0.0f;
-        }
-        ITM_FAST_UNROLLED
-        for (int i = 0; i < kTogether; ++i) {
-          const int place = first + i * Tile::kWarps;
-          if (place < n_run_) reader.use(place, static_cast<float>(scores[place * kStride + c]), numbers[i]);
-        }
-      }
+      const auto place = [](int i) { return warp() + i * Tile::kWarps; };
+      load_ahead(
+          0, (n_run_ - warp() + Tile::kWarps - 1) / Tile::kWarps, [&](int i) { return reader.read(place(i)); },
+          [&](int i, float number) {
+            reader.use(place(i), static_cast<float>(scores[place(i) * kStride + c]), number);
+          });
     }
   }
   // Pads rows of an operand with zeros to whole copies.
