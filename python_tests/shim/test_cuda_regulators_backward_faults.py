@@ -113,7 +113,10 @@ FAULTS = {
         (STEPS, "normalizes ? unit.of(incoming[i]", "normalizes || true ? unit.of(incoming[i]"),
         ERROR,
     ),
-    "channels without a bound": ((STEPS, "value >= -1.0f && value <= 1.0f ?", "value == value ?"), ERROR),
+    "channels without a bound": (
+        (STEPS, "loaded.value >= -1.0f && loaded.value <= 1.0f ?", "loaded.value == loaded.value ?"),
+        ERROR,
+    ),
     "masks of the next row": (
         (TILE, "return {query_row(row), s_.context, 2 * step};", "return {query_row(row) + 1, s_.context, 2 * step};"),
         ERROR,
