@@ -40,32 +40,51 @@ class Spill:
         spilled: bytes stored and loaded.
         slow: accesses to local memory in a main loop.
         why: why it spills.
-        only_on: the only architecture where it may spill, or None for all.
+        only_on: the only architectures where it may spill, or None for all.
     """
 
     spilled: int
     slow: int
     why: str
-    only_on: int | None = None
+    only_on: tuple[int, ...] | None = None
 
 
 _TWO_BLOCKS = (
     "On sm_90 the launch bound for two blocks per multiprocessor leaves 128 registers, and score_tile alone uses them "
     "all. Elsewhere one block fits, without a bound."
 )
+_MORE_WARPS = (
+    "Threads have 128 registers, for 16 warps per multiprocessor. Measured on an H200: faster than eight warps without "
+    "spills."
+)
 # Kernels that may spill, by the prefix of their names, with their counts as limits.
 MAY_SPILL: dict[str, Spill] = {
     f"matching_loss<{problem}<float>, {products} ProductTile<112, 128, 2, 4, 4, 256>, {directions}>": Spill(
-        *limits, _TWO_BLOCKS, only_on=90
+        *limits, _TWO_BLOCKS, only_on=(90,)
     )
     for (problem, directions), of_products in {
-        ("TripletProblem", 1): {"BFloat16, 1,": (120, 2), "Half, 1,": (120, 2), "float, 1,": (116, 2)},
-        ("TripletProblem", 2): {"BFloat16, 1,": (320, 2), "Half, 1,": (320, 2), "float, 1,": (268, 2)},
-        ("BoostingProblem", 1): {"BFloat16, 1,": (176, 2), "Half, 1,": (176, 2), "float, 1,": (172, 2)},
-        ("BoostingProblem", 2): {"BFloat16, 1,": (372, 1), "Half, 1,": (372, 1), "float, 1,": (344, 1)},
+        ("TripletProblem", 1): {"BFloat16, 1,": (628, 8), "Half, 1,": (628, 8), "float, 1,": (360, 7)},
+        ("TripletProblem", 2): {"BFloat16, 1,": (1332, 12), "Half, 1,": (1332, 12), "float, 1,": (668, 11)},
+        ("BoostingProblem", 1): {"BFloat16, 1,": (700, 8), "Half, 1,": (700, 8), "float, 1,": (432, 7)},
+        ("BoostingProblem", 2): {"BFloat16, 1,": (1440, 12), "Half, 1,": (1440, 12), "float, 1,": (776, 11)},
     }.items()
     for products, limits in of_products.items()
-} | {"regulate_tiles<float, 2,": Spill(24, 0, "three numbers, outside of the main loop")}
+} | {
+    **{
+        f"score_long_tiles<{products}": Spill(*limits, _MORE_WARPS, only_on=(80, 90))
+        for products, limits in {
+            "BFloat16, 1,": (1740, 7),
+            "Half, 1,": (2496, 32),
+            "float, 1,": (1372, 22),
+            "float, 2,": (1440, 11),
+            "float, 3,": (2032, 9),
+        }.items()
+    },
+    "regulate_tiles<BFloat16, 1,": Spill(3516, 0, _MORE_WARPS, only_on=(80, 90)),
+    "regulate_tiles<float, 2,": Spill(1676, 0, _MORE_WARPS),
+    "regulate_tiles<float, 3,": Spill(2524, 2, _MORE_WARPS),
+    "differentiate_regulation<": Spill(1288, 7, "Numbers that are loaded ahead. It is faster with them on an H200."),
+}
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
 MUST_USE_TENSOR_CORES = (
     "backpropagate_pairs<",
@@ -87,27 +106,27 @@ MUST_USE_TENSOR_CORES = (
 # has a reason for each budget above the goal of 40 and 12.
 BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
     "backpropagate_pairs<BFloat16>": ((95, 10), (70, 6), (60, 8), (40, 8), (30, 8), (40, 8)),
-    "backpropagate_pairs<Half>": ((95, 10), (70, 6), (60, 8), (40, 8), (55, 12)),
+    "backpropagate_pairs<Half>": ((95, 10), (70, 6), (60, 8), (40, 8), (55, 13)),
     "backpropagate_pairs<float>": ((125, 10), (40, 8), (85, 6), (60, 10), (50, 8)),
-    "differentiate_regulation<": ((130, 16), (110, 16), (95, 18)),
+    "differentiate_regulation<": ((130, 16), (120, 24), (95, 18)),
     "prepare_regulation<BFloat16,": ((100, 6),),
     "prepare_regulation<float,": ((76, 6),),
     "prepare_scores<BFloat16,": ((45, 6),),
     "prepare_scores<Half,": ((45, 6),),
     "prepare_scores<float,": ((76, 6),),
     "regulate_tiles<BFloat16, 1,": ((85, 12), (45, 12)),
-    "regulate_tiles<float, 2,": ((185, 16), (105, 16)),
-    "regulate_tiles<float, 3,": ((130, 16), (95, 18)),
+    "regulate_tiles<float, 2,": ((230, 20), (140, 20)),
+    "regulate_tiles<float, 3,": ((160, 21), (105, 24)),
     "score_tile<BFloat16, 1,": ((40, 12),),
     "score_tile<Half, 1,": ((40, 12),),
     "score_tile<float, 1,": ((120, 12),),
     "score_tile<float, 2,": ((95, 12),),
     "score_tile<float, 3,": ((70, 12),),
-    "score_long_tiles<BFloat16, 1,": ((40, 12), (40, 12), (70, 12)),
-    "score_long_tiles<Half, 1,": ((40, 12), (70, 12), (40, 12)),
-    "score_long_tiles<float, 1,": ((120, 12), (70, 12)),
-    "score_long_tiles<float, 2,": ((95, 12), (70, 12)),
-    "score_long_tiles<float, 3,": ((70, 12),),
+    "score_long_tiles<BFloat16, 1,": ((45, 12), (45, 12), (90, 12)),
+    "score_long_tiles<Half, 1,": ((45, 12), (95, 12), (55, 12)),
+    "score_long_tiles<float, 1,": ((130, 12), (95, 12)),
+    "score_long_tiles<float, 2,": ((115, 12), (90, 12)),
+    "score_long_tiles<float, 3,": ((90, 12),),
     "score_maxsim<BFloat16, 1>": ((40, 12),),
     "score_maxsim<Half, 1>": ((40, 12),),
     "score_maxsim<float, 1>": ((140, 12),),
@@ -117,9 +136,9 @@ BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
         f"matching_loss<{problem}<float>, {products}": (budget,)
         for problem in ("TripletProblem", "BoostingProblem")
         for products, budget in {
-            "BFloat16, 1,": (40, 12),
-            "Half, 1,": (40, 12),
-            "float, 1,": (140, 12),
+            "BFloat16, 1,": (45, 12),
+            "Half, 1,": (45, 12),
+            "float, 1,": (160, 12),
             "float, 2,": (95, 12),
             "float, 3,": (70, 12),
         }.items()
@@ -363,7 +382,7 @@ def over_budget(usages: list[Usage]) -> list[str]:
 def allowed_spill(kernel: str, architecture: int) -> Spill:
     """Return the limits of `MAY_SPILL`, zero for a kernel or an architecture that it does not list."""
     for name, spill in MAY_SPILL.items():
-        if kernel.startswith(name) and spill.only_on in (None, architecture):
+        if kernel.startswith(name) and (spill.only_on is None or architecture in spill.only_on):
             return spill
     return Spill(0, 0, "")
 

@@ -45,6 +45,11 @@ def _of_scores(products: str) -> tuple[str, ...]:
     )
 
 
+_SPILLING = (
+    "score_long_tiles<",
+    "matching_loss<TripletProblem<float>, ",
+    "matching_loss<BoostingProblem<float>, ",
+)
 REASONS = (
     Reason(
         (*_of_scores("float, 3,"), "score_long_tiles<"),
@@ -53,6 +58,14 @@ REASONS = (
         "Below 91. Splitting in the first launch would copy 6 bytes per number instead of 4, and load 1.5 times "
         "the fragments. Fragments of float32 are not loaded ahead: splitting hides the latency of loads and needs the "
         "registers. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
+    ),
+    Reason(
+        ("score_long_tiles<float, 2,",),
+        (48,),
+        "As the next loop, and accesses to local memory.",
+        "Bound by issue slots on an A100 and an H200, where two blocks per multiprocessor leave "
+        "128 registers. An H200 is "
+        "faster with them.",
     ),
     Reason(
         _of_scores("float, 2,"),
@@ -73,21 +86,28 @@ REASONS = (
         "others costs no spills.",
     ),
     Reason(
-        ("regulate_tiles<float, 3,", "differentiate_regulation<"),
+        ("differentiate_regulation<",),
         (96,),
         f"{_SPLIT}, 264; 64 additions of slices; 66 for copies; 54 NOP between dependent HMMA on sm_90.",
-        "Below 91. Rows may end within a copy, so each computes its size: the backward's rows are not padded, and "
-        "the forward spills with a loop for whole copies.",
+        "Below 91. Rows may end within a copy, so each computes its size: the backward's rows are not padded.",
+    ),
+    Reason(
+        ("regulate_tiles<float, 3,",),
+        (48,),
+        "As above, with 16 warps: each splits the fragments of half as many rows for as many columns.",
+        "Bound by issue slots on an H200. But it is faster with 16 warps, which hide latencies, "
+        "than with eight that issue "
+        "less. Its copies compute their sizes, as above.",
     ),
     Reason(
         ("regulate_tiles<float, 2,",),
-        (48,),
-        "Splitting in two parts: 144; 64 additions of slices; 59 for copies; 12 loads of fragments.",
-        'Bound by issue slots on an H200. Only float32 rows with precision "high" take this loop. Its copies compute '
-        "their sizes, as above.",
+        (24,),
+        "Splitting in two parts, additions of slices and copies, with 16 warps.",
+        "Bound by issue slots on an A100 and an H200. Sixteen warps hide latencies, as above. Only float32 rows with "
+        'precision "high" take this loop.',
     ),
     Reason(
-        ("regulate_tiles<float, 3,", "differentiate_regulation<"),
+        ("differentiate_regulation<",),
         (48,),
         "As the loop of this kernel for 128 columns, with the same fragments of rows for half of the products.",
         "Bound by issue slots on an A100 and an H200: fragments are split for half as many products. Products with at "
@@ -96,11 +116,24 @@ REASONS = (
         "copies compute their sizes, as above.",
     ),
     Reason(
-        ("regulate_tiles<float, 2,",),
+        ("regulate_tiles<float, 3,",),
         (24,),
         "As the loop of this kernel for 128 columns, with the same fragments of rows for half of the products.",
-        "Bound by issue slots on an A100 and an H200: fragments are split for half as many products. Only products of "
-        'float32 rows with at most 64 columns and precision "high" take this loop.',
+        "Bound by issue slots on an A100 and an H200, as that loop. Products with at most 64 "
+        "columns take this loop, such as those with the 36 contexts of a set.",
+    ),
+    Reason(
+        ("regulate_tiles<float, 2,",),
+        (12,),
+        "As the loop of this kernel for 128 columns, with the same fragments of rows for half of the products.",
+        "Bound by issue slots on an A100 and an H200, as that loop. Only products of float32 rows "
+        'with at most 64 columns and precision "high" take this loop.',
+    ),
+    Reason(
+        tuple(f"{kernel}{dtype}, 1," for kernel in _SPILLING for dtype in ("BFloat16", "Half")),
+        (32, 36, 72, 120),
+        "Up to 40, or 54 with additions of steps; on sm_80 and sm_90 also accesses to local memory.",
+        "Two blocks per multiprocessor leave 128 registers. An H200 is faster with them, or as fast.",
     ),
     Reason(
         ("regulate_tiles<BFloat16, 1,",),
