@@ -81,7 +81,7 @@ FAULTS = {
         r"shared array 'logits': (race at|read of|write of) index \d+",
     ),
     "alignments of the last chunk alone": (
-        (ALIGNMENT, "first == 0 ? bias : sums[place * width_stride_]", "bias"),
+        (ALIGNMENT, "return first == 0 ? bias : sums[place", "return first >= 0 ? bias : sums[place"),
         r"^scores: error",
     ),
     "temperatures without their bias": (
