@@ -118,7 +118,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def _profile(found: Mapping[str, Any]) -> str:
     sampled = found["samples"]
-    shares = ", ".join(f"{100 * share:.0f} % are in {part}" for part, share in sampled["shares"].items())
+    shares = ", ".join(f"{100 * share:.0f} % in {part}" for part, share in sampled["shares"].items())
     header = ["kernel", "workload", "time", "arithmetic", "memory", "cycles between instructions", "warps"]
     rows = [header]
     for kernel in found["kernels"]:
@@ -137,7 +137,7 @@ def _profile(found: Mapping[str, Any]) -> str:
         f"{table(rows)}\n\n"
         f"The {found['build']} on {found['rows']} rows, by `{found['command']}`: how busy the busiest arithmetic and "
         "the busiest memory unit are, cycles from one instruction of a warp to its next, and warps per multiprocessor. "
-        f"Of the samples of `{sampled['kernel']}` for {sampled['workload']}, {shares}."
+        f"Samples of `{sampled['kernel']}`, {sampled['workload']}: {shares}."
     )
 
 
