@@ -63,9 +63,8 @@ REASONS = (
         ("score_long_tiles<float, 2,",),
         (48,),
         "As the next loop, and accesses to local memory.",
-        "Bound by issue slots on an A100 and an H200, where two blocks per multiprocessor leave "
-        "128 registers. An H200 is "
-        "faster with them.",
+        "Bound by issue slots on an A100 and an H200, where two blocks per multiprocessor leave 128 registers. An H200 "
+        "is faster with them.",
     ),
     Reason(
         _of_scores("float, 2,"),
@@ -95,9 +94,8 @@ REASONS = (
         ("regulate_tiles<float, 3,",),
         (48,),
         "As above, with 16 warps: each splits the fragments of half as many rows for as many columns.",
-        "Bound by issue slots on an H200. But it is faster with 16 warps, which hide latencies, "
-        "than with eight that issue "
-        "less. Its copies compute their sizes, as above.",
+        "Bound by issue slots on an H200. But it is faster with 16 warps, which hide latencies, than with eight that "
+        "issue less. Its copies compute their sizes, as above.",
     ),
     Reason(
         ("regulate_tiles<float, 2,",),

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kParts))
   score_tile<kParts, Tile>(parameters, block_index());
 }
 
-// Scores pass through global memory. Two blocks hide its latency, although threads then spill a few registers.
+// Scores pass through global memory. Two blocks hide its latency, although threads then spill.
 template <typename S, int kParts, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, kFittingBlocks)
     score_long_tiles_kernel(const __grid_constant__ LongProblem<S> parameters) {

@@ -313,9 +313,9 @@ def _grouped(whole: _Part, needed: Tensor, by_column: bool, most: int) -> Iterat
 
 
 def _groups(needed: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield groups of adjacent lines with the union of what each needs: indices of lines, and of the other side.
+    """Yield groups of consecutive lines that need something: their indices, and those of the other side that any needs.
 
-    A group has at most `most` pairs, lines by union, or a single line.
+    A group has at most `most` pairs of its lines with these, or a single line.
 
     Args:
         needed: bool (lines, others), on the CPU.
