@@ -13,7 +13,8 @@ from itm_fast import config as settings
 from itm_fast.benchmarking.measure import reset_peak, status_bytes
 from itm_fast.data import Batch
 from itm_fast.training import TrainConfig, recipes
-from itm_fast.training.run import create_model, load_data
+from itm_fast.training.creation import create_model
+from itm_fast.training.run import load_data
 from itm_fast.training.trainer import Trainer
 
 __all__ = ["RECIPES", "Training"]

@@ -12,6 +12,7 @@ An experiment is a YAML file with these keys:
   one with the greatest sum of recalls on the validation split is used with the row's `seeds`.
 - `rows`: each with a `name`, `train` with additional settings, and optionally `seeds`. A row with the scenario oas has
   an `anchor_row`, the name of an earlier row: run by run, its anchor is the model of that row with the same seed.
+  A row with a `start_row` starts from the models of an earlier row in the same way.
   `choices` replace those of the grid for the row, by as many; `grid_row` names an earlier row whose choice is used.
 - `claims`: each a `text` that a `row` is better than another one (`over`), by the sum of recalls or another measure
   (`of`: mean_distance, i2t_r1, t2i_r1). The table compares them seed by seed.

@@ -40,7 +40,7 @@ MEASURES = {
 
 @attrs.frozen
 class Run:
-    """One training: a row of the table with one seed, optionally with another run's model as its anchor.
+    """One training: a row of the table with one seed, optionally with another run's model as its anchor or its start.
 
     `trials` are the runs of the grid, one for each of the `choices` of settings. The run is `pending` until all have
     results; then `winner` is the label of the best choice.
@@ -50,6 +50,7 @@ class Run:
     seed: int
     train: Mapping[str, Any]
     anchor: Run | None = None
+    role: str = "anchor"  # The setting that takes the folder of `anchor`: anchor or start.
     trials: tuple[Run, ...] = ()
     choices: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
     pending: bool = False
@@ -61,7 +62,7 @@ class Run:
 
     def config(self, data: str, out: Path, **machine: Any) -> TrainConfig:
         """Return the settings of a training into the folder `out`; the anchor's folder is next to it."""
-        anchor = {} if self.anchor is None else {"anchor": str(out.parent / self.anchor.file_name)}
+        anchor = {} if self.anchor is None else {self.role: str(out.parent / self.anchor.file_name)}
         places = {"data": data, "out": str(out), **anchor}
         return settings.build(TrainConfig, {**self.train, **places, "seed": self.seed, **machine})
 

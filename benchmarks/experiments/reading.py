@@ -33,12 +33,15 @@ _KEYS = {
     "ensembles": list,
     "figures": list,
 }
-_ROW_KEYS = {"name": str, "train": dict, "seeds": list, "anchor_row": str, "grid_row": str, "choices": dict}
+_ROW_KEYS = {
+    "name": str, "train": dict, "seeds": list, "anchor_row": str, "start_row": str, "grid_row": str, "choices": dict,
+}  # fmt: skip
 _GRID_KEYS = {"seed": int, "choices": dict}
 _CLAIM_KEYS = {"text": str, "row": str, "over": str, "of": str}
 _ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
 _ENSEMBLE_OF_ROWS = {"name": str, "rows": list, "seed": int}
 _FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
+_ROLES = ("anchor", "start")  # How a row can use the models of another one.
 _SHOWN = ("training", "scores")  # What a figure can show of its rows.
 
 
@@ -56,14 +59,14 @@ def read(path: Path) -> Experiment:
             if row["name"] in rows:
                 raise ValueError(f"rows: {shown(row['name'])} appears twice")
             train = recipes.merge(common, row.get("train", {}))
-            anchors = _anchors(row, train, rows)
+            role, anchors = _anchors(row, train, rows)
             choices, tried = _trials(row, train, grid, rows)
             rows[row["name"]] = [
-                Run(row["name"], seed, train, anchors.get(seed), tried, choices, pending=bool(tried))
+                Run(row["name"], seed, train, anchors.get(seed), role, tried, choices, pending=bool(tried))
                 for seed in row.get("seeds", seeds)
             ]
             if anchors and None in (run.anchor for run in rows[row["name"]]):
-                raise ValueError(f"anchor_row: {shown(row['anchor_row'])} lacks a seed of {shown(row['name'])}")
+                raise ValueError(f"{role}_row: {shown(row[f'{role}_row'])} lacks a seed of {shown(row['name'])}")
         experiment = Experiment(
             path, content["title"], content["data"], content.get("split", "test"), content.get("images"),
             content.get("train_images"), rows,
@@ -133,17 +136,26 @@ def _ensemble_of_rows(entry: dict[str, Any], rows: Mapping[str, list[Run]]) -> E
     return Ensemble(content["name"], [known[name] for name in names])
 
 
-def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:
-    """By seed, the anchor runs of `row`; `rows` are the earlier rows."""
-    if "anchor" in train:
-        raise ValueError("anchor: expected anchor_row, the name of a row, because the content of a folder may change")
-    if "anchor_row" not in row:
-        if train.get("scenario") == "oas":
-            raise ValueError(f"anchor_row: the row {shown(row['name'])} with the scenario oas needs one")
-        return {}
-    if row["anchor_row"] not in rows:
-        raise ValueError(f"anchor_row: expected the name of a row above it, got {shown(row['anchor_row'])}")
-    return {run.seed: run for run in rows[row["anchor_row"]]}
+def _anchors(
+    row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]
+) -> tuple[str, dict[int, Run]]:
+    """Return how `row` uses the runs of an earlier one of `rows`, as anchor or start, and these by seed."""
+    for name in _ROLES:
+        if name in train:
+            raise ValueError(
+                f"{name}: expected {name}_row, the name of a row, because the content of a folder may change"
+            )
+    if train.get("scenario") == "oas" and "anchor_row" not in row:
+        raise ValueError(f"anchor_row: the row {shown(row['name'])} with the scenario oas needs one")
+    named = [name for name in _ROLES if f"{name}_row" in row]
+    if len(named) > 1:
+        raise ValueError(f"start_row: expected no anchor_row beside it in {shown(row['name'])}")
+    if not named:
+        return _ROLES[0], {}
+    found = row[f"{named[0]}_row"]
+    if found not in rows:
+        raise ValueError(f"{named[0]}_row: expected the name of a row above it, got {shown(found)}")
+    return named[0], {run.seed: run for run in rows[found]}
 
 
 def _grid(content: Any) -> Grid:
@@ -164,10 +176,9 @@ def _trials(
         return first.choices, first.trials
     if grid is None:
         return {}, ()
-    if "anchor_row" in row:
-        raise ValueError(
-            f"{row['name']}: expected grid_row in a row with anchor_row, because its anchor has other seeds"
-        )
+    for role in _ROLES:
+        if f"{role}_row" in row:
+            raise ValueError(f"{row['name']}: expected grid_row in a row with {role}_row, which has other seeds")
     choices = _grid({"seed": grid.seed, "choices": row.get("choices", grid.choices)}).choices
     if len(choices) != len(grid.choices):
         raise ValueError(

@@ -75,8 +75,9 @@ def demo(
     from itm_fast.files.processors import set_threads
     from itm_fast.report import write_report
     from itm_fast.training import TrainConfig, run_folder, train
+    from itm_fast.training.creation import create_model
     from itm_fast.training.metrics_log import MetricsLog, read_metrics
-    from itm_fast.training.run import create_model, load_data
+    from itm_fast.training.run import load_data
 
     if not (math.isfinite(minutes) and minutes > 0):
         raise ValueError(f"minutes: expected a finite number above 0, got {minutes:g}")
@@ -158,7 +159,8 @@ def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
     import attrs
 
     from itm_fast.training import Trainer
-    from itm_fast.training.run import create_model, load_data
+    from itm_fast.training.creation import create_model
+    from itm_fast.training.run import load_data
 
     vocabulary, train_data, validation_data = load_data(config)
     trainer = Trainer(config, create_model(config, vocabulary, train_data), train_data, validation_data, progress=False)

@@ -17,7 +17,7 @@ from itm_fast.training.config import GROUPS, LOSS, MODEL, OUTPUT, RCAR, TrainCon
 REPORTED = "test"
 # The options of --help, in its order; --help-all prints all.
 COMMON = (
-    "data", "out", "recipe", "config", "model", "model_option", "bert", "image_backbone", "clip",
+    "data", "out", "recipe", "config", "model", "model_option", "bert", "image_backbone", "clip", "start",
     "loss", "mining", "epochs",
     "batch_size", "lr", "seed", "workers", "device", "precision", "report", "resume", "help_all", "help",
 )  # fmt: skip
@@ -128,9 +128,10 @@ def train(
     A flag such as --drop-last also has the form --no-drop-last, which overrides a recipe or a file.
 
     --resume takes the settings from the run; other options must match them. These may change without an effect on the
-    result: --data, --bert, --image-backbone and --clip (the same content in another folder), --recipe (another one with
-    the same settings), --workers, --features, --image-checkpointing, --text-checkpointing, --discriminators-on-disk,
-    --save-every, --tensorboard, --tracker and --tracker-online. --device and --threads change the rounding.
+    result: --data, --bert, --image-backbone, --clip and --start (the same content in another folder), --recipe (another
+    one with the same settings), --workers, --features, --image-checkpointing, --text-checkpointing,
+    --discriminators-on-disk, --save-every, --tensorboard, --tracker and --tracker-online. --device and --threads change
+    the rounding.
     --micro-batch changes the rounding, dropout and batch normalisation. --epochs may not drop below the epochs already
     done; with a cosine schedule, the learning rate follows the new length from the resume point on.
     """
@@ -138,6 +139,7 @@ def train(
     from itm_fast.training import recipes, run_folder
     from itm_fast.training.loss_rules import without_idle
     from itm_fast.training.run import train as run_training
+    from itm_fast.training.start import start_model
 
     if steps is not None:
         if regulator_steps is not None:
@@ -158,6 +160,8 @@ def train(
     merged = recipes.merge(without_idle(published, given), given)
     if published and merged["model"] != published["model"]:
         raise ValueError(f"recipe: {recipe} is of the model {published['model']}, but {merged['model']} was asked for")
+    if "model" not in merged and isinstance(merged.get("start"), str) and not resume:
+        merged["model"] = start_model(merged["start"])
     if resume:
         if "out" not in merged:
             raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")

@@ -1,6 +1,7 @@
 """The base class of all models: encode, score, save and load.
 
-Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `model_class`, `config_class`, `first_image_weight`.
+Inside: `MatchingModel`, `register`, `create`, `load`, `read_config`, `names`, `model_class`, `config_class`,
+`first_image_weight`.
 """
 
 from __future__ import annotations
@@ -394,7 +395,7 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     if Path(directory).is_file():
         raise ValueError(f"{directory}: expected the folder of a saved model, found a file")
     config_path, weights_path = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
-    name, config = _read_config(config_path)
+    name, config = read_config(config_path)
     shapes = read_shapes(weights_path)
     try:
         expected = planned_shapes(name, config)
@@ -460,7 +461,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> N
     model.load_state_dict(weights)
 
 
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the name and settings of a saved model, in any supported version of the format."""
     try:
         content = read_json(path, MAX_SETTINGS_BYTES)

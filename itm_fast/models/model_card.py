@@ -29,7 +29,7 @@ __all__ = ["CARD_FILE", "Described", "card_data", "card_text"]
 CARD_FILE = "README.md"
 _MAX_RESULT_BYTES = 2**20
 # Settings that are paths. A card shows only their last part, since the rest describes the machine.
-_PATHS = ("data", "out", "vocab", "bert", "clip", "image_backbone", "anchor")
+_PATHS = ("data", "out", "vocab", "bert", "clip", "image_backbone", "start", "anchor")
 # Numbers in the file of `itm-fast evaluate --json` that are no measures.
 _NO_MEASURES = ("images", "folds", "seconds", "rerank")
 _TASK = "image-text-retrieval"

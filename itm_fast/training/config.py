@@ -137,6 +137,14 @@ class TrainConfig:
         free_on_resume=True,
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
+    start: str | None = setting(
+        None,
+        group=MODEL,
+        metavar="RUN",
+        help="Trained model to start from, with its settings and vocabulary; with new --conversions, only its "
+        "extractors.",
+        free_on_resume=True,
+    )
     bert: str | None = setting(
         None,
         group=MODEL,
@@ -284,7 +292,7 @@ class TrainConfig:
         group=LOSS,
         minimum=0,
         help="Initial epochs with all negatives, so that scores do not collapse. Default: 1 with the triplet loss or "
-        "bce, --mining hardest and several epochs, unless it starts from its anchor; else 0.",
+        "bce, --mining hardest and several epochs, unless the model is trained already; else 0.",
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Do not use captions of the same image as negatives of each other."

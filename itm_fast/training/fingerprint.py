@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from itm_fast import config as settings
 from itm_fast.data import PrecomputedDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.models.base import MatchingModel
@@ -50,6 +51,8 @@ def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, st
         found["config.json of the BERT model"] = f"num_attention_heads {model.encoder_config.bert_heads}"
     if config.image_backbone is not None:
         found["config.json of the vision model"] = json.dumps(model.encoder_config.image_backbone, sort_keys=True)
+    if config.start is not None:
+        found["config.json of the model to start from"] = json.dumps(settings.to_dict(model.config), sort_keys=True)
     if config.clip is not None:
         towers = (model.encoder_config.image_backbone, model.encoder_config.text_backbone)
         found["config.json of the CLIP"] = json.dumps(towers, sort_keys=True)

@@ -133,7 +133,8 @@ def default_warmup(config: Any) -> int:
     With the hardest negatives from the first step on, a fresh model often gives all pairs the same score and stays
     there. The code of VSE-infinity starts with an epoch of all negatives, too.
     """
-    is_fresh = config.scenario != "oas" or not config.anchor_start
+    is_trained = config.start is not None and config.conversions is None
+    is_fresh = not is_trained and (config.scenario != "oas" or not config.anchor_start)
     warms_up = config.loss == "triplet" or warms_up_itself(config.loss)
     return int(warms_up and config.mining == "hardest" and config.epochs > 1 and is_fresh)
 
@@ -229,9 +230,12 @@ def _check_conversions(config: Any, fields: Mapping[str, Any]) -> None:
 def _check_twins(config: Any) -> None:
     """Raise ValueError if networks with equal losses would start from the same weights, and so stay equal."""
     mutual = config.scenario == "oss" and is_mutual(config)
-    if config.clip is not None and (mutual or config.scenario == "ncr"):
-        what = f"boosting {boosting_of(config)}" if mutual else f"scenario {config.scenario}"
-        raise ValueError(f"clip: expected none with the {what}: all networks would start from the weights of the CLIP")
+    for name in ("clip", "start") if mutual or config.scenario == "ncr" else ():
+        if getattr(config, name) is not None:
+            what = f"boosting {boosting_of(config)}" if mutual else f"scenario {config.scenario}"
+            raise ValueError(f"{name}: expected none with the {what}: all networks would start from the same weights")
+    if config.start is not None and config.scenario == "oas" and config.anchor_start:
+        raise ValueError("start: expected none where the model starts from its anchor; --no-anchor-start allows it")
 
 
 def boosting_weight(config: Any) -> float:

@@ -1,15 +1,14 @@
 """Run a training from its configuration: load the data, create the model, train.
 
-Inside: `train`, `load_data`, `vocabulary_path`, `create_model`, `warn_of_unknown_words`.
+Inside: `train`, `load_data`, `vocabulary_path`, `warn_of_unknown_words`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +23,21 @@ from itm_fast.distributed import World, joined
 from itm_fast.evaluation import Gallery
 from itm_fast.files import regular
 from itm_fast.files.processors import check_count, device_of, set_threads
-from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
+from itm_fast.models.bert_folder import bert_vocabulary_file
 from itm_fast.models.clip_folder import read_clip_tokenizer
 from itm_fast.training import run_folder
-from itm_fast.training.backbone import backbone_options, load_backbone, read_backbone, regions_of
 from itm_fast.training.cautions import cautions
-from itm_fast.training.clip import clip_options, load_clip, read_clip
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.creation import create_model
 from itm_fast.training.lock import lock
 from itm_fast.training.loss_rules import RIVALS, described_boosting
 from itm_fast.training.own import uncompiled
 from itm_fast.training.progress import TrainResult
 from itm_fast.training.scenarios import AddrScenario, frozen_anchor, kept_share
+from itm_fast.training.start import start_vocabulary
 from itm_fast.training.trainer import Trainer
 
-__all__ = ["create_model", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
-
-# Settings of a model that the data decide, and that a user therefore cannot give.
-_FROM_DATA = ("vocab_size", "feature_dim", "n_regions")
+__all__ = ["load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
 
 
 def train(
@@ -227,6 +223,9 @@ def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None
         if config.vocab is not None:
             raise ValueError(f"vocab: the model in {config.clip} contains its own tokenizer; expected no other")
         return Path(config.clip) / TOKENIZER_FILE
+    of_start = start_vocabulary(config)
+    if of_start is not None:
+        return of_start
     if config.vocab is not None:
         return Path(config.vocab)
     return None if config.data is None else find_vocabulary(config.data)
@@ -246,6 +245,8 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary | None, vocabulary_source:
     if vocabulary is not None:
         yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
     yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
+    if config.start is not None:
+        yield f"start: {config.start}"
     if trainer.world.size > 1:
         yield f"processes: {trainer.world.size}, which share each batch of {config.batch_size:,}"
     if trainer.random_note:
@@ -272,78 +273,3 @@ def warn_of_unknown_words(data: PrecomputedDataset) -> None:
             f"{data.split}; is it that of other data, or built with a high --min-count?",
             stacklevel=2,
         )
-
-
-def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedDataset) -> models.MatchingModel:
-    """Create the model named by `config`, with sizes from the data and weights from torch's random state."""
-    for name in _FROM_DATA:
-        if name in config.model_options:
-            raise ValueError(f"model_options: {name} follows from the data and cannot be given")
-    if config.model == "fdf":
-        raise ValueError("model: fdf is what --conversions N makes of another model; name that one")
-    known = settings.fields_of(models.config_class(config.model))
-    counts = data.source.counts
-    if "n_regions" in known and counts is not None and bool((counts < data.features.shape[1]).any()):
-        raise ValueError(
-            f"model: {config.model} needs {data.features.shape[1]} regions for each image, but some images of split "
-            f"{data.split} have fewer"
-        )
-    from_data = {
-        "vocab_size": len(vocabulary),
-        "feature_dim": int(data.features.shape[2]),
-        "n_regions": int(data.features.shape[1]),
-    }
-    clip, folder = read_clip(config, data), read_backbone(config, data, known)
-    if folder is not None:
-        from_data["n_regions"] = regions_of(config, folder, data)
-    sizes = {name: value for name, value in from_data.items() if name in known}
-    options = {
-        **config.model_options,
-        **_bert_options(config, vocabulary, known),
-        **backbone_options(config, folder, data, known),
-        **sizes,
-        **clip_options(config, clip),
-    }
-    model = _model(config, options)
-    if folder is not None:
-        load_backbone(config, model, folder)
-    if clip is not None:
-        load_clip(config, model, clip)
-    if config.bert is not None:
-        load_bert(model.get_submodule("text_encoder.bert"), config.bert, model.beside_bert())
-    return model
-
-
-def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel:
-    """Create the model named by `config`, with FDF around it if there are conversions."""
-    if config.conversions is None:
-        return models.create(config.model, **options)
-    if config.model not in models.FDF_HOSTS:
-        raise ValueError(f"conversions: expected one of the models {', '.join(models.FDF_HOSTS)}, got {config.model}")
-    return models.create(
-        "fdf",
-        host=config.model,
-        host_options=options,
-        conversions=config.conversions,
-        conversion=config.conversion_layer,
-        conversion_residual=config.conversion_residual and config.conversion_layer == "ffn",
-        reweighting=config.reweighting,
-        normalize_fused=config.normalize_fused,
-    )
-
-
-def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the model that follow from the BERT folder."""
-    if config.bert is None:
-        default = known["text_encoder"].default if "text_encoder" in known else None
-        if config.model_options.get("text_encoder", default) == "bert":
-            raise ValueError("bert: text_encoder bert needs the folder of a BERT model: --bert DIR")
-        return {}
-    if "text_encoder" not in known:
-        raise ValueError(f"bert: the model {config.model} cannot read captions with BERT")
-    options = bert_options(config.bert, len(vocabulary))
-    for name, value in options.items():
-        given = config.model_options.get(name, value)
-        if given != value:
-            raise ValueError(f"model_options: {name}: expected {value} with the BERT in {config.bert}, got {given}")
-    return options

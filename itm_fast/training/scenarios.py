@@ -134,7 +134,7 @@ def _fresh_branches(config: TrainConfig, model: MatchingModel, per_epoch: int, c
         if config.image_backbone is not None:
             part = BACKBONE.rstrip(".")
             one.get_submodule(part).load_state_dict(model.get_submodule(part).state_dict())
-        if config.clip is not None:
+        if config.clip is not None or config.start is not None:
             one.load_state_dict(model.state_dict())
         set_checkpointing(config, one)
     return [Branch(config, one, per_epoch) for one in fresh]

@@ -14,8 +14,9 @@ import torch
 
 from itm_fast.training import TrainConfig, Trainer, TrainResult, train
 from itm_fast.training.checkpoint import load_state
+from itm_fast.training.creation import create_model
 from itm_fast.training.metrics_log import read_metrics
-from itm_fast.training.run import create_model, load_data
+from itm_fast.training.run import load_data
 from itm_fast.training.scenarios import frozen_anchor
 
 OPTIONS = {"embed_dim": 16, "word_dim": 12}

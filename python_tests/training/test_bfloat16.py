@@ -20,7 +20,8 @@ from itm_fast.models import MatchingModel
 from itm_fast.nn import PatchEncoder, final_states, l2norm
 from itm_fast.nn.reasoning import RegionSelfAttention, SimilarityAttentionFiltration, WordSelfAttention
 from itm_fast.training import TrainConfig, Trainer
-from itm_fast.training.run import create_model, load_data
+from itm_fast.training.creation import create_model
+from itm_fast.training.run import load_data
 from itm_fast.training.step import Stepper
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.runs import config, make_trainer, same

@@ -137,7 +137,7 @@ def _config(
     vocab = str(words[1]) if config.bert is None else None
     defaults = {"min_count": settings.fields_of(TrainConfig)["min_count"].default}
     changes = {"data": data, "out": out, "vocab": vocab, "epochs": epochs or config.epochs}
-    changes |= {"tensorboard": False, "tracker": None, "tracker_online": False}
+    changes |= {"start": None, "tensorboard": False, "tracker": None, "tracker_online": False}
     return attrs.evolve(config, **{**changes, **defaults, **machine})
 
 
