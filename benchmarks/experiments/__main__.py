@@ -146,7 +146,9 @@ def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, 
             f"{path}: expected the weights that {result} was measured with; move that file away to train again"
         )
     if resume and kept.read_text(encoding="utf-8").strip() != weights:
-        raise ValueError(f"{kept.parent}: holds a run with other weights of its anchor {run.anchor.row}; move it away")
+        raise ValueError(
+            f"{kept.parent}: holds a run with other weights of its {run.role} {run.anchor.row}; move it away"
+        )
     atomic.write_text(kept, f"{weights}\n")
     return {ANCHOR: weights_of(run, found)}
 

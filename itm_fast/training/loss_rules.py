@@ -101,6 +101,7 @@ def check_loss(config: Any) -> None:
             raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
     _check_conversions(config, fields)
     _check_twins(config)
+    _check_start(config)
     if config.scenario in RIVALS:
         for name, wanted in (("loss", "triplet"), ("mining", "hardest"), ("halve_loss", False)):
             if getattr(config, name) != wanted:
@@ -234,7 +235,16 @@ def _check_twins(config: Any) -> None:
         if getattr(config, name) is not None:
             what = f"boosting {boosting_of(config)}" if mutual else f"scenario {config.scenario}"
             raise ValueError(f"{name}: expected none with the {what}: all networks would start from the same weights")
-    if config.start is not None and config.scenario == "oas" and config.anchor_start:
+
+
+def _check_start(config: Any) -> None:
+    """Raise ValueError if the model would start from other weights, too."""
+    if config.start is None:
+        return
+    for name in ("bert", "clip", "image_backbone", "image_class_token"):
+        if getattr(config, name):
+            raise ValueError(f"{name}: expected none with --start, whose model has its own")
+    if config.scenario == "oas" and config.anchor_start:
         raise ValueError("start: expected none where the model starts from its anchor; --no-anchor-start allows it")
 
 

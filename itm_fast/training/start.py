@@ -28,8 +28,6 @@ from itm_fast.training.config import TrainConfig
 
 __all__ = ["Start", "read_start", "start_model", "start_vocabulary"]
 
-# Settings of pretrained parts, which a trained model already has.
-_OF_PARTS = ("bert", "clip", "image_backbone", "image_class_token")
 # What a model with conversions shares with its host.
 _EXTRACTORS = ("image_encoder.", "text_encoder.")
 
@@ -75,9 +73,6 @@ def read_start(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedDat
             read these data.
     """
     assert config.start is not None
-    for name in _OF_PARTS:
-        if getattr(config, name):
-            raise ValueError(f"{name}: expected none with --start, whose model has its own")
     model = models.load(config.start)
     found = model.config.conversions if isinstance(model, FDF) else None
     if found is not None and config.conversions != found:

@@ -117,6 +117,31 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
     assert result(tmp_path, "boosted")["test"] == json.loads(content)["test"]
 
 
+def test_a_row_starts_from_the_models_of_another_one(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model of each seed is trained first, and its weights are part of what was measured."""
+    experiment = write(tmp_path, data)
+    content = yaml.safe_load(experiment.read_text())
+    content["rows"][1] = {
+        "name": "boosted",
+        "start_row": "base",
+        "train": {"epochs": 1, "warmup_epochs": 0, "lr": 1e-9},
+    }
+    experiment.write_text(yaml.safe_dump(content))
+    assert run(tool, experiment, "--row", "boosted") == 0
+    base, found = result(tmp_path, "base"), result(tmp_path, "boosted")
+    assert found["identity"]["train"]["start"] == "base-seed0"
+    assert found["identity"]["fingerprints"]["anchor"] == {"the weights of base": base["weights"]}
+    # At this rate weights hardly move: recalls are those of the model that the row starts from.
+    assert found["test"]["rsum"] == pytest.approx(base["test"]["rsum"], abs=1e-6)
+    (tmp_path / "results" / "boosted-seed0.json").unlink()
+    (tmp_path / "runs/boosted-seed0/anchor.txt").write_text("1" * 64)
+    capsys.readouterr()
+    assert run(tool, experiment, "--row", "boosted") == 1
+    assert "holds a run with other weights of its start base; move it away" in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 def test_what_is_kept_of_a_run_is_what_its_figures_show(
     tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

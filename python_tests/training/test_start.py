@@ -1,0 +1,179 @@
+"""Training that starts from a trained model: its weights, its vocabulary, new conversions, resume, rejected input."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+from itm_fast import cli, models
+from itm_fast.data import Vocabulary
+from itm_fast.training import TrainConfig
+from python_tests.helpers.commands import SMALL, error, output
+from python_tests.helpers.pictures import write_captions, write_encoder, write_pictures
+from python_tests.helpers.runs import config, differences, make_trainer, run, same, stop_at, what_a_run_leaves
+
+EXTRACTORS = ("image_encoder.", "text_encoder.")
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained SCAN, whose batch normalisation has statistics."""
+    out = tmp_path_factory.mktemp("start") / "trained"
+    run(config(data, out, epochs=1, seed=5, model_options={"embed_dim": 16, "word_dim": 12, "direction": "t2i"}))
+    return out
+
+
+def from_start(data: Path, out: Path, folder: Path, **changes: object) -> TrainConfig:
+    return config(data, out, **{"start": str(folder), "model_options": {}, **changes})
+
+
+def test_settings_weights_and_vocabulary_are_those_of_the_trained_model(
+    data: Path, tmp_path: Path, trained: Path
+) -> None:
+    """Captions of other data have other words: the ids of the model's words must not change."""
+    other = shutil.copytree(data, tmp_path / "other")
+    captions = (other / "train_caps.txt").read_text().splitlines()
+    (other / "train_caps.txt").write_text("".join(f"aardvark {line}\n" for line in captions))
+    (other / "vocab.json").unlink(missing_ok=True)
+    trainer = make_trainer(from_start(other, tmp_path / "run", trained))
+    before = models.load(trained)
+    assert same(trainer.model.state_dict(), before.state_dict())
+    assert trainer.model.config == before.config
+    assert trainer.train_data.vocabulary == before.tokenizer
+    assert "aardvark" not in trainer.train_data.vocabulary
+    run(from_start(other, tmp_path / "run", trained))
+    assert models.load(tmp_path / "run").tokenizer == before.tokenizer
+    assert not same(models.load(tmp_path / "run").state_dict(), before.state_dict())
+
+
+def test_a_setting_without_weights_may_change(data: Path, tmp_path: Path, trained: Path) -> None:
+    model = make_trainer(from_start(data, tmp_path / "run", trained, model_options={"direction": "i2t"})).model
+    assert (model.config.direction, model.config.embed_dim) == ("i2t", 16)
+    assert same(model.state_dict(), models.load(trained).state_dict())
+
+
+@pytest.mark.parametrize("host", ["scan", "chan", "vse_infty"])
+def test_new_conversions_start_with_the_extractors_alone(data: Path, tmp_path: Path, host: str) -> None:
+    run(config(data, tmp_path / "host", model=host, epochs=1))
+    settings = from_start(data, tmp_path / "run", tmp_path / "host", model=host, conversions=2)
+    fresh, before = make_trainer(settings).model, models.load(tmp_path / "host").state_dict()
+    shared = {name: weight for name, weight in fresh.state_dict().items() if name.startswith(EXTRACTORS)}
+    assert "text_encoder.rnn.weight_hh_l0" in shared
+    assert same(shared, {name: before[name] for name in shared})
+    assert settings.warmup_epochs == 0, "as the tests ask"
+    run(settings)
+    # From a model with conversions, all of them go on.
+    again = make_trainer(from_start(data, tmp_path / "again", tmp_path / "run", model=host, conversions=2)).model
+    assert same(again.state_dict(), models.load(tmp_path / "run").state_dict())
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path
+) -> None:
+    settings = from_start(data, tmp_path / "whole", trained)
+    run(settings)
+    parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 6)
+        assert run(parts).steps == 6
+    moved = shutil.copytree(trained, tmp_path / "moved")
+    assert run(attrs.evolve(parts, start=str(moved)), resume=True).steps == 8
+    expected, found = (what_a_run_leaves(tmp_path / name) for name in ("whole", "parts"))
+    place = list(expected["settings"]).index(f"start: {trained}")
+    assert differences(expected, found) == [f"run.settings[{place}]"]
+
+
+def test_a_resumed_run_needs_the_same_settings_of_the_trained_model(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path
+) -> None:
+    settings = from_start(data, tmp_path / "run", trained)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        run(settings)
+    other = shutil.copytree(trained, tmp_path / "other")
+    text = (other / "config.json").read_text()
+    assert '"t2i"' in text
+    (other / "config.json").write_text(text.replace('"t2i"', '"i2t"'))
+    with pytest.raises(ValueError, match="config.json of the model to start from"):
+        run(attrs.evolve(settings, start=str(other)), resume=True)
+
+
+def test_all_branches_start_from_the_trained_model(data: Path, tmp_path: Path, trained: Path) -> None:
+    scenario = make_trainer(from_start(data, tmp_path / "run", trained, scenario="oss", branches=3)).stepper.scenario
+    before = models.load(trained).state_dict()
+    assert [same(branch.model.state_dict(), before) for branch in scenario.branches] == [True] * 3
+
+
+@pytest.mark.parametrize(("expected", "changes"), [(0, {}), (1, {"conversions": 2}), (1, {"warmup_epochs": 1})])
+def test_a_trained_model_needs_no_epoch_of_all_negatives(expected: int, changes: dict[str, object]) -> None:
+    assert TrainConfig(data="d", out="o", start="run", **changes).warmup_epochs == expected
+
+
+def test_a_vision_model_comes_with_the_trained_model(tmp_path: Path) -> None:
+    """Its folder is not needed again; pictures must have the size that it reads."""
+    write_encoder(tmp_path / "vit", "vit")
+    captions = write_captions(tmp_path / "captions.csv", write_pictures(tmp_path / "pictures", 40))
+    for name, size, grid in (("store", 32, 2), ("other", 36, 2)):
+        arguments = ["data", "import", "--images", tmp_path / "pictures", "--captions", captions, "--out",
+                     tmp_path / name, "--workers", 0, "--min-count", 1, "--size", size, "--grid", grid]  # fmt: skip
+        assert cli.run([str(one) for one in arguments]) == 0
+    store, first = tmp_path / "store", tmp_path / "first"
+    run(config(store, first, epochs=1, batch_size=16, image_backbone=str(tmp_path / "vit")))
+    shutil.rmtree(tmp_path / "vit")
+    settings = from_start(store, tmp_path / "run", first, batch_size=16, epochs=1, image_lr_factor=0.5)
+    trainer = make_trainer(settings)
+    assert same(trainer.model.state_dict(), models.load(first).state_dict())
+    rates = [group["lr"] for group in trainer.stepper.scenario.target.optimizer.param_groups]
+    assert rates == [2e-3, 1e-3]
+    run(attrs.evolve(settings, image_checkpointing=True))
+    with pytest.raises(ValueError, match="start: the pictures do not fit the model in"):
+        make_trainer(from_start(tmp_path / "other", tmp_path / "none", first, batch_size=16))
+
+
+def test_the_command_takes_the_kind_of_model_from_the_folder(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config(data, tmp_path / "bfan", model="bfan", epochs=1))
+    arguments = ["train", "--data", data, "--out", tmp_path / "run", "--start", tmp_path / "bfan", *SMALL[4:]]
+    printed = output(capsys, *arguments)
+    assert f"start: {tmp_path / 'bfan'}\n" in printed
+    assert models.load(tmp_path / "run").name == "bfan"
+
+
+def test_rejected_input(data: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in Vocabulary.from_file(trained / "vocab.json").words if word != Vocabulary.mask_word]
+    for name, kept in (("unmasked", words), ("other", words[:-1])):
+        Vocabulary(kept).save(tmp_path / f"{name}.json")
+    unmasked, bare = tmp_path / "unmasked", tmp_path / "bare"
+    run(config(data, unmasked, epochs=1, vocab=str(tmp_path / "unmasked.json")))
+    shutil.copytree(unmasked, bare)
+    (bare / "vocab.json").unlink()
+    run(config(data, tmp_path / "fdf", epochs=1, conversions=2))
+    for folder, more, expected in (
+        (trained, ["--model", "bfan"], f"start: {trained} contains the model scan, but bfan is trained"),
+        (trained, ["--bert", "bert"], "bert: expected none with --start, whose model has its own"),
+        (trained, ["--vocab", tmp_path / "other.json"], f"vocab: the model in {trained} has its own vocabulary"),
+        (unmasked, ["--text-augmentation", "0.2"], f"text_augmentation: the vocabulary of {unmasked} has no <mask>"),
+        (trained, ["--model-option", "embed_dim=32"], f"start: {trained}: "),
+        (trained, ["--scenario", "ncr"], "start: expected none with the scenario ncr"),
+        (trained, ["--scenario", "oas", "--anchor", trained], "start: expected none where the model starts from"),
+        (bare, ["--vocab", tmp_path / "other.json"], f"start: the model in {bare} knows {len(words)} words, but"),
+        (tmp_path / "fdf", [], f"start: {tmp_path / 'fdf'} contains 2 conversions; expected --conversions 2"),
+        (tmp_path / "fdf", ["--conversions", "3"], f"start: {tmp_path / 'fdf'} contains 2 conversions"),
+        (tmp_path / "none", [], f"{tmp_path / 'none'}/config.json: no such file"),
+    ):
+        status, message = error(
+            capsys, "train", "--data", data, "--out", tmp_path / "run", *SMALL[4:], "--start", folder, *more
+        )
+        assert (status, message.startswith(expected)) == (1, True), message
+        assert not (tmp_path / "run").exists()
+    narrow = shutil.copytree(data, tmp_path / "narrow")
+    for split in ("train", "dev"):
+        regions = np.load(narrow / f"{split}_ims.npy")
+        np.save(narrow / f"{split}_ims.npy", regions[:, :, 1:])
+    with pytest.raises(ValueError, match=r"start: the model in .* reads \d+ values in each region, but .* has \d+"):
+        make_trainer(from_start(narrow, tmp_path / "run", trained))
