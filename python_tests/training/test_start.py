@@ -98,7 +98,7 @@ def test_a_resumed_run_needs_the_same_settings_of_the_trained_model(
     text = (other / "config.json").read_text()
     assert '"t2i"' in text
     (other / "config.json").write_text(text.replace('"t2i"', '"i2t"'))
-    with pytest.raises(ValueError, match="config.json of the model to start from"):
+    with pytest.raises(ValueError, match=r"config\.json of the model to start from"):
         run(attrs.evolve(settings, start=str(other)), resume=True)
 
 
