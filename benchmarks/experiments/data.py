@@ -10,6 +10,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from itm_fast.files import atomic
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ def folder_fingerprints(config: TrainConfig, split: str, images: int | None) -> 
     from itm_fast.training.fingerprint import fingerprints
     from itm_fast.training.run import load_data
 
-    vocabulary, train_data, validation_data = load_data(config)
+    # The model that a run starts from has an identity of its own, and the same vocabulary.
+    vocabulary, train_data, validation_data = load_data(attrs.evolve(config, start=None))
     evaluated = open_split(config.data, split, vocabulary, max_images=images)
     used = {"train": train_data, "validation": validation_data, "evaluation": evaluated}
     return {use: fingerprints(data) for use, data in used.items()}

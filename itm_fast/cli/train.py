@@ -157,6 +157,9 @@ def train(
     given = recipes.merge(read_yaml(config) if config is not None else {}, named, values, options)
     recipe = given.get("recipe")
     published = recipes.load(recipe).settings if isinstance(recipe, str) else {}
+    if given.get("start") is not None:
+        # The trained model has settings of its own.
+        published = {name: value for name, value in published.items() if name != "model_options"}
     merged = recipes.merge(without_idle(published, given), given)
     if published and merged["model"] != published["model"]:
         raise ValueError(f"recipe: {recipe} is of the model {published['model']}, but {merged['model']} was asked for")

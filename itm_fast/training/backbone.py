@@ -1,7 +1,7 @@
 """The vision model of a run: its settings, its weights and how its layers are computed.
 
 Inside: `read_backbone`, `check_pictures`, `check_whole_pictures`, `backbone_options`, `regions_of`, `load_backbone`,
-`set_checkpointing`.
+`check_towers`, `set_checkpointing`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from itm_fast.training.config import TrainConfig
 __all__ = [
     "backbone_options",
     "check_pictures",
+    "check_towers",
     "check_whole_pictures",
     "load_backbone",
     "read_backbone",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _ONLY_WITH_BACKBONE = ("image_class_token", "image_frozen_epochs", "image_checkpointing")
+_ONLY_WITH_TEXT_TOWER = ("text_frozen_epochs", "text_checkpointing")
 
 
 def read_backbone(config: TrainConfig, data: PrecomputedDataset, known: Collection[str]) -> VisionFolder | None:
@@ -126,6 +128,16 @@ def load_backbone(config: TrainConfig, model: MatchingModel, folder: VisionFolde
     """Copy the weights of the folder into the model."""
     folder.copy_weights(model.get_submodule(BACKBONE.rstrip(".")))
     set_checkpointing(config, model)
+
+
+def check_towers(config: TrainConfig, model: MatchingModel) -> None:
+    """Raise ValueError naming a setting of a vision model or a text tower that a trained model does not have."""
+    names = [name for name, _ in model.named_parameters()]
+    for prefix, own in ((BACKBONE, _ONLY_WITH_BACKBONE), (TEXT_TOWER, _ONLY_WITH_TEXT_TOWER)):
+        if not any(name.startswith(prefix) for name in names):
+            for setting in own:
+                if getattr(config, setting):
+                    raise ValueError(f"{setting}: the model in {config.start} has no {prefix.rstrip('.')}")
 
 
 def set_checkpointing(config: TrainConfig, model: MatchingModel) -> None:

@@ -14,6 +14,7 @@ from itm_fast.data import PrecomputedDataset, Vocabulary
 from itm_fast.models.bert_folder import bert_options, load_bert
 from itm_fast.training.backbone import (
     backbone_options,
+    check_towers,
     load_backbone,
     read_backbone,
     regions_of,
@@ -36,12 +37,6 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
             raise ValueError(f"model_options: {name} follows from the data and cannot be given")
     if config.model == "fdf":
         raise ValueError("model: fdf is what --conversions N makes of another model; name that one")
-    if config.start is not None:
-        start = read_start(config, vocabulary, data)
-        model = _model(config, {**start.options, **config.model_options})
-        start.copy_weights(model)
-        set_checkpointing(config, model)
-        return model
     known = settings.fields_of(models.config_class(config.model))
     counts = data.source.counts
     if "n_regions" in known and counts is not None and bool((counts < data.features.shape[1]).any()):
@@ -49,6 +44,13 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
             f"model: {config.model} needs {data.features.shape[1]} regions for each image, but some images of split "
             f"{data.split} have fewer"
         )
+    if config.start is not None:
+        start = read_start(config, vocabulary, data)
+        model = _model(config, {**start.options, **config.model_options})
+        start.copy_weights(model)
+        check_towers(config, model)
+        set_checkpointing(config, model)
+        return model
     from_data = {
         "vocab_size": len(vocabulary),
         "feature_dim": int(data.features.shape[2]),

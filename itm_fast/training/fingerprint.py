@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from itm_fast import config as settings
 from itm_fast.data import PrecomputedDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import frozen_epochs
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.own import OwnData
+from itm_fast.training.start import start_digest
 
 __all__ = ["check_fingerprints", "fingerprints", "model_fingerprint"]
 
@@ -52,7 +52,7 @@ def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, st
     if config.image_backbone is not None:
         found["config.json of the vision model"] = json.dumps(model.encoder_config.image_backbone, sort_keys=True)
     if config.start is not None:
-        found["config.json of the model to start from"] = json.dumps(settings.to_dict(model.config), sort_keys=True)
+        found["config.json of the model to start from"] = start_digest(config.start)
     if config.clip is not None:
         towers = (model.encoder_config.image_backbone, model.encoder_config.text_backbone)
         found["config.json of the CLIP"] = json.dumps(towers, sort_keys=True)

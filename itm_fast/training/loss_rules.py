@@ -230,10 +230,11 @@ def _check_conversions(config: Any, fields: Mapping[str, Any]) -> None:
 
 def _check_twins(config: Any) -> None:
     """Raise ValueError if networks with equal losses would start from the same weights, and so stay equal."""
-    mutual = config.scenario == "oss" and is_mutual(config)
-    for name in ("clip", "start") if mutual or config.scenario == "ncr" else ():
+    # At equal scores the other losses of a branch have no gradient.
+    imitating = config.scenario == "oss" and boosting_of(config) not in BOOSTED
+    for name in ("clip", "start") if imitating or config.scenario == "ncr" else ():
         if getattr(config, name) is not None:
-            what = f"boosting {boosting_of(config)}" if mutual else f"scenario {config.scenario}"
+            what = f"boosting {boosting_of(config)}" if imitating else f"scenario {config.scenario}"
             raise ValueError(f"{name}: expected none with the {what}: all networks would start from the same weights")
 
 
@@ -244,6 +245,8 @@ def _check_start(config: Any) -> None:
     for name in ("bert", "clip", "image_backbone", "image_class_token"):
         if getattr(config, name):
             raise ValueError(f"{name}: expected none with --start, whose model has its own")
+    if config.scenario == "oss" and config.conversions is not None:
+        raise ValueError("start: expected none with the scenario oss and conversions, which start from random weights")
     if config.scenario == "oas" and config.anchor_start:
         raise ValueError("start: expected none where the model starts from its anchor; --no-anchor-start allows it")
 

@@ -41,7 +41,7 @@ __all__ = [
 
 _ENCODES = ("encode_images", "encode_captions", "score")
 # Settings that say how to build or wrap a model of this package.
-_OF_BUILT_IN = ("bert", "clip", "image_backbone", "start", "conversions")
+_OF_BUILT_IN = ("bert", "clip", "image_backbone", "conversions")
 # Scenarios that do not call the loss of a branch.
 _WITH_OWN_LOSSES = ("aoq", "meta_spn", "ncr")
 # Separates random numbers of batches from those of the data order, which have the same seed and epoch.

@@ -111,6 +111,8 @@ def _trainer(
     vocabulary, anchor = None, None
     train_data, validation_data = splits
     model = None if model is None else uncompiled(model)
+    if model is not None and config.start is not None:
+        raise ValueError("start: expected none with your own model, whose weights are those to start from")
     # Trainers agree on where features lie: all processes make one, or none does.
     with world.together():
         if train_data is None and validation_data is None:

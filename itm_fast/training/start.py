@@ -3,11 +3,12 @@
 With new conversions (FDF), only the extractors of the trained model are used, because conversions replace its encoder
 heads.
 
-Inside: `Start`, `read_start`, `start_model`, `start_vocabulary`.
+Inside: `Start`, `read_start`, `start_model`, `start_digest`, `start_vocabulary`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ import torch
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary
+from itm_fast.data.digests import sha256_of_parts
 from itm_fast.files import regular
-from itm_fast.files.messages import shortened
+from itm_fast.files.messages import shortened, shown
 from itm_fast.files.run_files import VOCABULARY
 from itm_fast.models import FDF, MatchingModel
 from itm_fast.models.base import CONFIG_FILE, check_shapes, read_config, shapes_of
 from itm_fast.training.backbone import check_whole_pictures
 from itm_fast.training.config import TrainConfig
 
-__all__ = ["Start", "read_start", "start_model", "start_vocabulary"]
+__all__ = ["Start", "read_start", "start_digest", "start_model", "start_vocabulary"]
 
 # What a model with conversions shares with its host.
 _EXTRACTORS = ("image_encoder.", "text_encoder.")
@@ -74,68 +76,86 @@ def read_start(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedDat
     """
     assert config.start is not None
     model = models.load(config.start)
-    found = model.config.conversions if isinstance(model, FDF) else None
-    if found is not None and config.conversions != found:
-        raise ValueError(f"start: {config.start} contains {found} conversions; expected --conversions {found}")
     name = start_model(config.start)
     if config.model != name:
         raise ValueError(f"start: {config.start} contains the model {name}, but {config.model} is trained")
-    _check_words(config, model, vocabulary)
-    _check_images(config.start, model, config, data)
+    if isinstance(model, FDF):
+        _check_conversions(config, model)
+    if model.tokenizer is not None and model.tokenizer != vocabulary:
+        # `start_vocabulary` gave that of the model; masks are added later.
+        raise ValueError(
+            f"text_augmentation: the vocabulary of {config.start} has no {Vocabulary.mask_word}; turn it off, or start "
+            "from a model that was trained with it"
+        )
+    _check_images(config, model, data)
     return Start(config.start, model)
 
 
 def start_model(folder: str) -> str:
     """Return the name of the model in a folder, or of the host of its conversions; ValueError if there is none."""
+    if Path(folder).is_file():
+        raise ValueError(f"start: expected the folder of a trained model, found a file: {folder}")
     name, options = read_config(Path(folder) / CONFIG_FILE)
     return str(options.get("host")) if name == FDF.name else name
 
 
+def start_digest(folder: str) -> str:
+    """Return the SHA-256 of the kind and the settings of the model in a folder."""
+    return sha256_of_parts(json.dumps(read_config(Path(folder) / CONFIG_FILE), sort_keys=True).encode())
+
+
 def start_vocabulary(config: TrainConfig) -> Path | None:
-    """Return the vocabulary of the model that `config` starts from; None if there is none.
+    """Return the vocabulary of the model that `config` starts from; None if it starts from none.
 
     Raises:
-        ValueError: `config` names another one.
+        ValueError: the folder contains none, or `config` names another one.
     """
-    own = None if config.start is None else Path(config.start) / VOCABULARY
-    if own is None or not regular.is_file(own):
+    if config.start is None:
         return None
-    if config.vocab is not None:
-        raise ValueError(f"vocab: the model in {config.start} has its own vocabulary; expected no other")
+    own = Path(config.start) / VOCABULARY
+    if not regular.is_file(own):
+        raise ValueError(f"start: {config.start} contains no {VOCABULARY}, the vocabulary of the model's training")
+    if config.vocab is not None and Vocabulary.from_file(config.vocab) != Vocabulary.from_file(own):
+        raise ValueError(f"vocab: expected that of the model to start from, {own}, or none, got {config.vocab}")
     return own
 
 
-def _check_words(config: TrainConfig, model: MatchingModel, vocabulary: Vocabulary) -> None:
-    known = getattr(model.encoder_config, "vocab_size", len(vocabulary))
-    if len(vocabulary) == known:
-        return
-    if config.text_augmentation and model.tokenizer is not None:
-        raise ValueError(
-            f"text_augmentation: the vocabulary of {config.start} has no {Vocabulary.mask_word}; turn it off, or start "
-            "from a model that was trained with it"
-        )
-    raise ValueError(
-        f"start: the model in {config.start} knows {known:,} words, but the vocabulary has {len(vocabulary):,}; pass "
-        "that of its training with --vocab FILE"
-    )
+def _check_conversions(config: TrainConfig, model: FDF) -> None:
+    """Raise ValueError if the conversions of the run are not those of the trained model."""
+    of_model = model.config
+    wanted = {
+        "conversions": of_model.conversions,
+        "conversion_layer": of_model.conversion,
+        "conversion_residual": of_model.conversion_residual,
+        "reweighting": of_model.reweighting,
+        "normalize_fused": of_model.normalize_fused,
+    }
+    for name, value in wanted.items():
+        found = getattr(config, name)
+        # Only a feed-forward network can have a residual.
+        if found != value and not (name == "conversion_residual" and of_model.conversion != "ffn"):
+            raise ValueError(f"{name}: the model in {config.start} has {shown(value)}, got {shown(found)}")
 
 
-def _check_images(folder: str, model: MatchingModel, config: TrainConfig, data: PrecomputedDataset) -> None:
+def _check_images(config: TrainConfig, model: MatchingModel, data: PrecomputedDataset) -> None:
     """Raise ValueError if the model does not read images like those of `data`."""
     regions, width = (int(size) for size in data.features.shape[1:])
     of_model = model.encoder_config
     if getattr(of_model, "image_backbone", None):
         check_whole_pictures("start", config, data)
+        encode = model.base_images if isinstance(model, FDF) else model.get_submodule("image_encoder")
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                model.encode_images(torch.zeros(1, regions, width))
+                regions = len(encode(torch.zeros(1, regions, width)).values)
         except (RuntimeError, ValueError) as error:
             reason = shortened(" ".join(str(error).split()), 300)
-            raise ValueError(f"start: the pictures do not fit the model in {folder} ({reason})") from None
-        return
+            raise ValueError(f"start: the pictures do not fit the model in {config.start} ({reason})") from None
+        width = of_model.feature_dim
     for what, found, wanted in (
         ("values in each region", width, getattr(of_model, "feature_dim", width)),
         ("regions in each image", regions, getattr(of_model, "n_regions", regions)),
     ):
         if found != wanted:
-            raise ValueError(f"start: the model in {folder} reads {wanted} {what}, but {data.directory} has {found}")
+            raise ValueError(
+                f"start: the model in {config.start} reads {wanted} {what}, but {data.directory} has {found}"
+            )

@@ -91,9 +91,20 @@ def test_the_choices_are_those_of_the_operator() -> None:
          "loss: unknown loss 'triplets': did you mean 'triplet'? (or install the package that adds it)"),
         ({"mining": "selective", "epsilon": -1}, "epsilon: expected a number at least 0, got -1"),
         ({"model": "clip", "clip": "c", "scenario": "ncr"},
-         "clip: expected none with the scenario ncr: all networks would start from the weights of the CLIP"),
-        ({"model": "clip", "clip": "c", "scenario": "oss", "boosting": "dml"},
-         "clip: expected none with the boosting dml: all networks would start from the weights of the CLIP"),
+         "clip: expected none with the scenario ncr: all networks would start from the same weights"),
+        *(({"model": "clip", "clip": "c", "scenario": "oss", "boosting": boosting},
+           f"clip: expected none with the boosting {boosting}: all networks would start from the same weights")
+          for boosting in ("soft_rank", "rkd", "dml", "dino", "dino_inverse")),
+        ({"start": "s", "scenario": "ncr"},
+         "start: expected none with the scenario ncr: all networks would start from the same weights"),
+        ({"start": "s", "scenario": "oss", "boosting": "rkd"},
+         "start: expected none with the boosting rkd: all networks would start from the same weights"),
+        ({"start": "s", "scenario": "oss", "conversions": 2, "realignment": False},
+         "start: expected none with the scenario oss and conversions, which start from random weights"),
+        ({"start": "s", "scenario": "oas", "anchor": "a"},
+         "start: expected none where the model starts from its anchor; --no-anchor-start allows it"),
+        *(({"start": "s", name: "x"}, f"{name}: expected none with --start, whose model has its own")
+          for name in ("bert", "clip", "image_backbone")),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together_are_named(options: dict[str, Any], message: str) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from itm_fast import cli, models
 from itm_fast.data import Vocabulary
-from itm_fast.training import TrainConfig
+from itm_fast.training import TrainConfig, train
+from itm_fast.training.fdf.cross_model import realign
+from python_tests.helpers.bert import write_bert
 from python_tests.helpers.commands import SMALL, error, output
 from python_tests.helpers.pictures import write_captions, write_encoder, write_pictures
 from python_tests.helpers.runs import config, differences, make_trainer, run, same, stop_at, what_a_run_leaves
@@ -38,7 +40,7 @@ def test_settings_weights_and_vocabulary_are_those_of_the_trained_model(
     other = shutil.copytree(data, tmp_path / "other")
     captions = (other / "train_caps.txt").read_text().splitlines()
     (other / "train_caps.txt").write_text("".join(f"aardvark {line}\n" for line in captions))
-    (other / "vocab.json").unlink(missing_ok=True)
+    Vocabulary([*Vocabulary.special, "aardvark", "tree"]).save(other / "vocab.json")
     trainer = make_trainer(from_start(other, tmp_path / "run", trained))
     before = models.load(trained)
     assert same(trainer.model.state_dict(), before.state_dict())
@@ -64,7 +66,9 @@ def test_new_conversions_start_with_the_extractors_alone(data: Path, tmp_path: P
     shared = {name: weight for name, weight in fresh.state_dict().items() if name.startswith(EXTRACTORS)}
     assert "text_encoder.rnn.weight_hh_l0" in shared
     assert same(shared, {name: before[name] for name in shared})
-    assert settings.warmup_epochs == 0, "as the tests ask"
+    heads = [name for name in fresh.state_dict() if name not in shared]
+    assert heads
+    assert not set(heads) & set(before), "the conversions are new"
     run(settings)
     # From a model with conversions, all of them go on.
     again = make_trainer(from_start(data, tmp_path / "again", tmp_path / "run", model=host, conversions=2)).model
@@ -134,6 +138,24 @@ def test_a_vision_model_comes_with_the_trained_model(tmp_path: Path) -> None:
         make_trainer(from_start(tmp_path / "other", tmp_path / "none", first, batch_size=16))
 
 
+def test_a_bert_comes_with_the_trained_model(data: Path, tmp_path: Path) -> None:
+    """New conversions take it, too, but not the linear layer above it."""
+    write_bert(tmp_path / "bert")
+    first = tmp_path / "first"
+    run(config(data, first, epochs=1, bert=str(tmp_path / "bert"), model_options={"embed_dim": 16}))
+    shutil.rmtree(tmp_path / "bert")
+    trainer = make_trainer(from_start(data, tmp_path / "run", first, text_lr_factor=0.5))
+    before = models.load(first).state_dict()
+    assert same(trainer.model.state_dict(), before)
+    rates = [group["lr"] for group in trainer.stepper.scenario.target.optimizer.param_groups]
+    assert rates == [2e-3, 1e-3]
+    fresh = make_trainer(from_start(data, tmp_path / "run", first, conversions=2)).model.state_dict()
+    shared = {name: weight for name, weight in fresh.items() if name.startswith(EXTRACTORS)}
+    assert same(shared, {name: before[name] for name in shared})
+    assert "text_encoder.fc.weight" in before
+    assert "text_encoder.fc.weight" not in shared
+
+
 def test_the_command_takes_the_kind_of_model_from_the_folder(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +166,67 @@ def test_the_command_takes_the_kind_of_model_from_the_folder(
     assert models.load(tmp_path / "run").name == "bfan"
 
 
+@pytest.mark.parametrize(
+    "name", ["image_frozen_epochs", "image_checkpointing", "text_frozen_epochs", "text_checkpointing"]
+)
+def test_settings_of_towers_need_one(data: Path, tmp_path: Path, trained: Path, name: str) -> None:
+    part = "image_encoder.backbone" if name.startswith("image") else "text_encoder.backbone"
+    with pytest.raises(ValueError, match=f"{name}: the model in .* has no {part}"):
+        make_trainer(from_start(data, tmp_path / "run", trained, **{name: True if "check" in name else 1}))
+
+
+def test_conversions_of_a_trained_model_keep_their_settings(data: Path, tmp_path: Path) -> None:
+    """Some have no weights, so that only the settings tell them apart."""
+    options = {"conversions": 2, "conversion_residual": False, "normalize_fused": False}
+    run(config(data, tmp_path / "fdf", epochs=1, **options))
+    again = make_trainer(from_start(data, tmp_path / "run", tmp_path / "fdf", **options)).model
+    assert again.config == models.load(tmp_path / "fdf").config
+    for name, value in (("conversions", 3), ("conversion_residual", True), ("normalize_fused", True),
+                        ("reweighting", False), ("conversion_layer", "none")):  # fmt: skip
+        changed = {**options, name: value}
+        if name == "conversion_layer":
+            del changed["conversion_residual"]
+        with pytest.raises(ValueError, match=f"^{name}: the model in .* has .*, got "):
+            make_trainer(from_start(data, tmp_path / "run", tmp_path / "fdf", **changed))
+
+
+def test_settings_of_the_model_in_a_recipe_do_not_count(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe has SCAN t2i of width 1024; the trained model is SCAN i2t of width 16."""
+    first = tmp_path / "first"
+    run(config(data, first, epochs=1, model_options={"embed_dim": 16, "word_dim": 12, "direction": "i2t"}))
+    arguments = ["train", "--recipe", "scan-t2i-f30k", "--start", first, "--data", data, "--out", tmp_path / "run"]
+    output(capsys, *arguments, "--epochs", 1, "--batch-size", 32)
+    found = models.load(tmp_path / "run")
+    assert found.config == models.load(first).config
+    assert "lr_decay_every: 15" in (tmp_path / "run" / "train.yaml").read_text()
+
+
+def test_a_model_that_is_passed_has_its_own_weights(data: Path, tmp_path: Path, trained: Path) -> None:
+    with pytest.raises(ValueError, match="start: expected none with your own model"):
+        train(from_start(data, tmp_path / "run", trained), model=models.load(trained))
+
+
+def test_a_model_of_a_fixed_number_of_regions_takes_no_images_with_fewer(data: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "sgraf", model="sgraf", epochs=1)
+    run(settings)
+    regions = [np.load(data / f"{split}_ims.npy") for split in ("train", "dev")]
+    fewer = shutil.copytree(data, tmp_path / "fewer")
+    for split, of_split in zip(("train", "dev"), regions, strict=True):
+        np.save(fewer / f"{split}_ims.npy", of_split[:, 1:])
+    expected = rf"start: the model in .* reads {regions[0].shape[1]} regions in each image, but .* has"
+    with pytest.raises(ValueError, match=expected):
+        make_trainer(from_start(fewer, tmp_path / "run", tmp_path / "sgraf", model="sgraf"))
+
+
+def test_realignment_takes_no_models_with_a_common_start(data: Path, tmp_path: Path, trained: Path) -> None:
+    for seed in (0, 1):
+        run(from_start(data, tmp_path / str(seed), trained, epochs=1, seed=seed))
+    with pytest.raises(ValueError, match="expected a model that was trained from random weights, without --start"):
+        realign(str(tmp_path / "0"), str(tmp_path / "1"), str(tmp_path / "out"), data=str(data), progress=False)
+
+
 def test_rejected_input(data: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in Vocabulary.from_file(trained / "vocab.json").words if word != Vocabulary.mask_word]
     for name, kept in (("unmasked", words), ("other", words[:-1])):
@@ -152,18 +235,13 @@ def test_rejected_input(data: Path, tmp_path: Path, trained: Path, capsys: pytes
     run(config(data, unmasked, epochs=1, vocab=str(tmp_path / "unmasked.json")))
     shutil.copytree(unmasked, bare)
     (bare / "vocab.json").unlink()
-    run(config(data, tmp_path / "fdf", epochs=1, conversions=2))
     for folder, more, expected in (
         (trained, ["--model", "bfan"], f"start: {trained} contains the model scan, but bfan is trained"),
-        (trained, ["--bert", "bert"], "bert: expected none with --start, whose model has its own"),
-        (trained, ["--vocab", tmp_path / "other.json"], f"vocab: the model in {trained} has its own vocabulary"),
+        (trained, ["--vocab", tmp_path / "other.json"], "vocab: expected that of the model to start from"),
         (unmasked, ["--text-augmentation", "0.2"], f"text_augmentation: the vocabulary of {unmasked} has no <mask>"),
         (trained, ["--model-option", "embed_dim=32"], f"start: {trained}: "),
-        (trained, ["--scenario", "ncr"], "start: expected none with the scenario ncr"),
-        (trained, ["--scenario", "oas", "--anchor", trained], "start: expected none where the model starts from"),
-        (bare, ["--vocab", tmp_path / "other.json"], f"start: the model in {bare} knows {len(words)} words, but"),
-        (tmp_path / "fdf", [], f"start: {tmp_path / 'fdf'} contains 2 conversions; expected --conversions 2"),
-        (tmp_path / "fdf", ["--conversions", "3"], f"start: {tmp_path / 'fdf'} contains 2 conversions"),
+        (bare, [], f"start: {bare} contains no vocab.json"),
+        (tmp_path / "other.json", [], "start: expected the folder of a trained model, found a file"),
         (tmp_path / "none", [], f"{tmp_path / 'none'}/config.json: no such file"),
     ):
         status, message = error(
@@ -171,6 +249,8 @@ def test_rejected_input(data: Path, tmp_path: Path, trained: Path, capsys: pytes
         )
         assert (status, message.startswith(expected)) == (1, True), message
         assert not (tmp_path / "run").exists()
+    # The model's own vocabulary may be named.
+    make_trainer(from_start(data, tmp_path / "run", unmasked, vocab=str(tmp_path / "unmasked.json")))
     narrow = shutil.copytree(data, tmp_path / "narrow")
     for split in ("train", "dev"):
         regions = np.load(narrow / f"{split}_ims.npy")

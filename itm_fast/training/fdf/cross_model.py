@@ -131,13 +131,16 @@ def _config(
             )
     if config.scenario != "single" or config.conversions is not None:
         raise ValueError(f"{second}: expected a model without companions and conversions")
+    for run, one in ((first, before), (second, config)):
+        if one.start is not None:
+            raise ValueError(f"{run}: expected a model that was trained from random weights, without --start")
     words = [Path(run) / run_folder.VOCABULARY for run in (first, second)]
     if Vocabulary.from_file(words[0]) != Vocabulary.from_file(words[1]):
         raise ValueError(f"{words[1]}: differs from the vocabulary {words[0]}")
     vocab = str(words[1]) if config.bert is None else None
     defaults = {"min_count": settings.fields_of(TrainConfig)["min_count"].default}
     changes = {"data": data, "out": out, "vocab": vocab, "epochs": epochs or config.epochs}
-    changes |= {"start": None, "tensorboard": False, "tracker": None, "tracker_online": False}
+    changes |= {"tensorboard": False, "tracker": None, "tracker_online": False}
     return attrs.evolve(config, **{**changes, **defaults, **machine})
 
 
