@@ -99,7 +99,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file of settings. It overrides --recipe; options override both.",
+            help="YAML file of settings; overrides --recipe.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,

@@ -141,8 +141,7 @@ class TrainConfig:
         None,
         group=MODEL,
         metavar="RUN",
-        help="Trained model to start from, with its settings and vocabulary; with new --conversions, only its "
-        "extractors.",
+        help="Trained model to start from.",
         free_on_resume=True,
     )
     bert: str | None = setting(
