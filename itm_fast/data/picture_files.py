@@ -32,6 +32,8 @@ MAX_PIXELS = 100_000_000
 # Of the longer side to the shorter one: scaled by its shorter side, a thin picture would fill the memory.
 MOST_STRETCHED = 100
 _SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+# A tag of TIFF files. Pillow may read pixels of 16 bits, too, as its mode I.
+_BITS_PER_SAMPLE = 258
 # Two pictures are near-duplicates if few of their 64 hash bits differ, and so do their 8 x 8 thumbnails.
 _HASH_BITS, _THUMBNAIL_LEVELS = 3, 6.0
 _BITS = np.array([number.bit_count() for number in range(2**16)], dtype=np.uint8)
@@ -65,8 +67,9 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
                     raise ValueError(
                         f"{image.width} x {image.height} pixels: a side is more than {MOST_STRETCHED} times the other"
                     )
+                is_deep = image.mode == "F" or 32 in getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, ())
                 image.load()
-                return _as_rgb(ImageOps.exif_transpose(image))
+                return _as_rgb(ImageOps.exif_transpose(image), is_deep)
         except UnidentifiedImageError:
             raise ValueError(
                 f"{path}: not a picture in a format that Pillow reads, or of zero width or height"
@@ -101,11 +104,12 @@ def _content(path: Path) -> bytes:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def _as_rgb(image: Image.Image, is_deep: bool) -> Image.Image:
+    """Convert a picture; `is_deep`: its pixels have 32 bits."""
     if image.mode in (*_SIXTEEN_BITS, "F"):
         numbers = np.asarray(image)
         # Nothing in such a file tells the number that is white.
-        if image.mode == "F" or not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**16:
+        if is_deep or not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**16:
             raise ValueError(
                 f"pixels of 32 bits, from {numbers.min():g} to {numbers.max():g}; convert it to 8 or 16 bits"
             )
@@ -194,15 +198,29 @@ def near_duplicates(left: Sequence[Look], right: Sequence[Look]) -> list[tuple[i
     """Return pairs of indices of pictures that look the same, for each of `right` at most one of `left`."""
     if not left or not right:
         return []
-    hashes = np.array([look.hash for look in left], dtype=np.uint64)
+    parts, own_parts = (_parts_of_hashes(looks) for looks in (left, right))
     thumbnails = np.stack([look.thumbnail for look in left]).astype(np.int16)
+    # At most three bits differ: at least one of the four parts is equal.
+    orders = parts.argsort(axis=0, kind="stable")
+    ordered = np.take_along_axis(parts, orders, axis=0)
+    bounds = [
+        [np.searchsorted(ordered[:, part], own_parts[:, part], side) for side in ("left", "right")]
+        for part in range(parts.shape[1])
+    ]
     found = []
     for index, look in enumerate(right):
-        different = _BITS[(hashes ^ np.uint64(look.hash)).view(np.uint16).reshape(-1, 4)].sum(1)
-        candidates = np.flatnonzero(different <= _HASH_BITS)
+        near = [orders[first[index] : last[index], part] for part, (first, last) in enumerate(bounds)]
+        candidates = np.unique(np.concatenate(near))
+        different = _BITS[parts[candidates] ^ own_parts[index]].sum(1)
+        candidates = candidates[different <= _HASH_BITS]
         if len(candidates):
             levels = np.abs(thumbnails[candidates] - look.thumbnail).mean(1)
             nearest = int(levels.argmin())
             if levels[nearest] <= _THUMBNAIL_LEVELS:
                 found.append((int(candidates[nearest]), index))
     return found
+
+
+def _parts_of_hashes(looks: Sequence[Look]) -> np.ndarray:
+    """Return the hashes as parts of 16 bits, (n, 4)."""
+    return np.array([look.hash for look in looks], dtype=np.uint64).view(np.uint16).reshape(-1, 4)

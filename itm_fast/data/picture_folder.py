@@ -5,8 +5,11 @@ Inside: `Collection`, `SplitPictures`, `collect`, `pictures_in`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -21,6 +24,7 @@ from itm_fast.data.vocabulary import Vocabulary
 __all__ = ["Collection", "SplitPictures", "collect", "pictures_in"]
 
 _DRAWN = ("train", "dev", "test")
+Kept = TypeVar("Kept")
 
 
 @attrs.frozen
@@ -130,23 +134,52 @@ def _short_enough(rows: Sequence[Row], max_tokens: int, vocabulary: Vocabulary |
 
 def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, Path]:
     """Return the file of each picture that exists; report the others once."""
+    firsts = {row.image: row for row in reversed(rows)}
+    names = list(dict.fromkeys(row.image for row in rows))
+    paths = {name: images / name for name in names if (images / name).is_file()}
+    paths |= _elsewhere(images, [name for name in names if name not in paths], paths.values())
     found: dict[str, Path] = {}
     files: dict[Path, str] = {}
-    missing = set()
-    for row in rows:
-        if row.image in found or row.image in missing:
-            continue
-        # Published files name folders such as val2014, which copies of the pictures may lack.
-        path = next((path for path in (images / row.image, images / Path(row.image).name) if path.is_file()), None)
-        if path is None:
-            missing.add(row.image)
-            skipped.append(f"{row.place}: no such picture: {images / row.image}")
-        elif (other := files.setdefault(path.resolve(), row.image)) != row.image:
-            missing.add(row.image)
-            skipped.append(f"{row.place}: {row.image} is the file of {other}: {path}")
+    for name in names:
+        place = firsts[name].place
+        if name not in paths:
+            skipped.append(f"{place}: no such picture: {images / name}")
+        elif (other := files.setdefault(paths[name].resolve(), name)) != name:
+            skipped.append(f"{place}: {name} is the file of {other}: {paths[name]}")
         else:
-            found[row.image] = path
+            found[name] = paths[name]
     return found
+
+
+def _elsewhere(images: Path, missing: Sequence[str], used: Iterable[Path]) -> dict[str, Path]:
+    """Return the files of pictures that are not where their captions say, as far as they are certain.
+
+    A file system may write the accents of a name as characters of their own. And published captions name folders such
+    as val2014, which copies of the pictures may lack.
+    """
+    if not missing:
+        return {}
+    taken = {path.resolve() for path in used}
+    free = [path for path in pictures_in(images) if path.resolve() not in taken]
+    found = _unique((_composed(str(path.relative_to(images))), path) for path in free)
+    paths = {name: found[_composed(name)] for name in missing if _composed(name) in found}
+    by_name = _unique((Path(name).name, name) for name in missing if name not in paths)
+    for base, name in by_name.items():
+        flat = images / base
+        if flat.is_file() and flat.resolve() not in taken and not (images / name).parent.exists():
+            paths[name] = flat
+    return paths
+
+
+def _composed(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
+def _unique(pairs: Iterable[tuple[str, Kept]]) -> dict[str, Kept]:
+    """Return the pairs whose first part occurs once."""
+    pairs = list(pairs)
+    counts = Counter(key for key, _ in pairs)
+    return {key: value for key, value in pairs if counts[key] == 1}
 
 
 def pictures_in(images: Path) -> list[Path]:

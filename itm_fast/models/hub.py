@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+import attrs
 
 from itm_fast.files import atomic
 from itm_fast.files.messages import shown
@@ -53,7 +55,8 @@ class HubModel:
             results: measures for the card: the file that `itm-fast score --json` or `itm-fast evaluate --json` wrote,
                 or its content.
             repo_id: name of the repository, as `user/name`; by default the name of the folder.
-            push_to_hub: also upload to the Hub, with the `options` of `push_to_hub`.
+            push_to_hub: also upload to the Hub, with the `options` of `push_to_hub`. If the folder has a card already,
+                it is uploaded, too.
 
         Returns:
             The address of the commit on the Hub, or None.
@@ -63,12 +66,13 @@ class HubModel:
         """
         folder, bridge = Path(save_directory), _bridge()()
         bridge.describe(self, run, results, repo_id)
+        has_card = (folder / CARD_FILE).exists()
         # The mixin would first delete the config.json of a model that is replaced.
         bridge._save_pretrained(folder)
         if not push_to_hub:
             return None
-        address: str = bridge.push_to_hub(repo_id or folder.name, **options)
-        return address
+        card = (folder / CARD_FILE).read_text(encoding="utf-8") if has_card else None
+        return bridge.upload(repo_id or folder.name, card=card, **options)
 
     def push_to_hub(
         self,
@@ -76,14 +80,18 @@ class HubModel:
         *,
         run: str | os.PathLike[str] | None = None,
         results: Results | None = None,
+        replace_card: bool = False,
         **options: Any,
     ) -> str:
         """Upload the files of `save_pretrained` to a repository of the Hub in one commit.
+
+        A repository keeps its card, which someone may have edited, unless `replace_card` is true.
 
         Args:
             repo_id: name of the repository, as `user/name`. It is created if it is missing.
             run: as in `save_pretrained`.
             results: as in `save_pretrained`.
+            replace_card: replace the card of the repository.
             options: those of `huggingface_hub.ModelHubMixin.push_to_hub`, such as `private`, `token`, `branch` and
                 `commit_message`.
 
@@ -95,8 +103,7 @@ class HubModel:
         """
         bridge = _bridge()()
         bridge.describe(self, run, results, repo_id)
-        address: str = bridge.push_to_hub(repo_id, **options)
-        return address
+        return bridge.upload(repo_id, replace_card=replace_card, **options)
 
     @classmethod
     def from_pretrained(
@@ -133,6 +140,7 @@ class HubModel:
 def _bridge() -> Any:
     """Return the class through which the mixin saves, loads and uploads models."""
     try:
+        import huggingface_hub
         from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
     except ImportError:
         raise ValueError(
@@ -150,19 +158,41 @@ def _bridge() -> Any:
         def __init__(self) -> None:
             self.model: Any = None
             self.described: Described | None = None
+            self.card: Callable[[str], str] | None = None  # Returns the card of a repository by its name.
             self.folder = Path()
 
         def describe(self, model: Any, run: Any, results: Any, repo_id: str | None) -> None:
             """Read what the card says, before anything is written."""
             self.model, self.described = model, Described.of(model, run, results, repo_id)
 
-        def generate_model_card(self, *_: Any, **__: Any) -> Any:
+        def upload(self, repo_id: str, *, card: str | None = None, replace_card: bool = False, **options: Any) -> str:
+            """Upload the model with this card, or else with that of the repository, or else with a new one."""
+            token, branch = options.get("token"), options.get("branch")
+
+            def card_of(resolved: str) -> str:
+                if card is not None:
+                    return card
+                api = huggingface_hub.HfApi(token=token)
+                if not replace_card and api.file_exists(resolved, CARD_FILE, revision=branch):
+                    kept = api.hf_hub_download(resolved, CARD_FILE, revision=branch)
+                    return Path(kept).read_text(encoding="utf-8")
+                return str(self.generate_model_card(title=resolved))
+
+            self.card = card_of
+            address: str = self.push_to_hub(repo_id, **options)
+            return address
+
+        def generate_model_card(self, *_: Any, title: str | None = None, **__: Any) -> Any:
             assert self.described is not None
-            return ModelCard(f"---\n{card_data(self.described)}\n---\n\n{card_text(self.described)}")
+            described = self.described if title is None else attrs.evolve(self.described, title=title)
+            return ModelCard(f"---\n{card_data(described)}\n---\n\n{card_text(described)}")
 
         def _save_pretrained(self, save_directory: Path) -> None:
             card = save_directory / CARD_FILE
-            if not card.exists():
+            if self.card is not None:
+                # The mixin uploads a folder below a temporary one, named as the repository: user/name.
+                atomic.write_text(card, self.card("/".join(save_directory.parts[-2:])))
+            elif not card.exists():
                 atomic.write_text(card, str(self.generate_model_card()))
             self.model.save(save_directory)
 

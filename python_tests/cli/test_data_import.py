@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -443,16 +444,50 @@ def test_rare_words_are_reported_with_the_file_of_captions(tmp_path: Path, capsy
     )  # fmt: skip
 
 
-def test_two_names_of_one_file_are_one_line(
-    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Published files name folders that copies of the pictures may lack, but not for two pictures of one name."""
-    name = write_pictures(tmp_path / "pictures", 1)[0]
-    captions = tmp_path / "captions.csv"
-    captions.write_text(f"image,caption\ncats/{name},a cat\ndogs/{name},a dog\n")
-    status, message = error(capsys, *arguments)
-    assert status == 1
-    assert message.startswith(f"{captions}: line 3: dogs/{name} is the file of cats/{name}: {tmp_path / 'pictures'}")
+def test_a_folder_that_copies_of_the_pictures_lack(tmp_path: Path) -> None:
+    """Published captions name folders such as val2014. No other picture may stand in for one that is missing."""
+    images, captions = tmp_path / "pictures", tmp_path / "captions.csv"
+    one, two, _, four = sorted(write_pictures(images, 4))
+    (images / "dogs").mkdir()
+    (images / four).rename(images / "dogs" / four)
+
+    def found(*rows: str) -> tuple[dict[str, str], list[str]]:
+        captions.write_text("\n".join(["image,caption,split", *(f"{name},a caption,train" for name in rows)]) + "\n")
+        collection = collect(images, captions, skip_bad=True)
+        (split,) = collection.splits
+        paths = {name: str(path.relative_to(images)) for name, path in zip(split.names, split.paths, strict=True)}
+        return paths, [line for line in collection.skipped if "no such picture" in line or "is the file of" in line]
+
+    assert found(f"val2014/{one}", f"dogs/{four}") == ({f"val2014/{one}": one, f"dogs/{four}": f"dogs/{four}"}, [])
+    # Two pictures of one name; a folder that is there; a picture that another row names.
+    for rows, missing in (
+        ([f"cats/{one}", f"birds/{one}", two], (f"cats/{one}", f"birds/{one}")),
+        ([f"dogs/{one}", two], (f"dogs/{one}",)),
+        ([f"val2014/{one}", one], (f"val2014/{one}",)),
+    ):
+        paths, skipped = found(*rows)
+        assert list(paths) == [name for name in rows if name not in missing]
+        assert skipped == [
+            f"{captions}: line {rows.index(name) + 2}: no such picture: {images / name}" for name in missing
+        ]
+    (images / "link.png").symlink_to(images / two)
+    assert found(two, "link.png")[1] == [f"{captions}: line 3: link.png is the file of {two}: {images / 'link.png'}"]
+
+
+def test_accents_of_names_may_be_written_in_two_ways(tmp_path: Path) -> None:
+    """A file system of macOS separates letters from accents; a file of captions mostly does not."""
+    images, captions = tmp_path / "pictures", tmp_path / "captions.csv"
+    first, second = write_pictures(images, 2)
+    parted, joined = (unicodedata.normalize(form, "caf\u00e9.png") for form in ("NFD", "NFC"))
+    (images / first).rename(images / parted)
+    captions.write_text(f"image,caption,split\n{joined},a cup,train\n{second},a plate,train\n")
+    (split,) = collect(images, captions).splits
+    assert [path.name for path in split.paths] == [parted, second]
+    # With both, each name is that of its own file.
+    (images / second).rename(images / joined)
+    captions.write_text(f"image,caption,split\n{joined},a cup,train\n{parted},a plate,train\n")
+    (split,) = collect(images, captions).splits
+    assert [path.name for path in split.paths] == [joined, parted]
 
 
 def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

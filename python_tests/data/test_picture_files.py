@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from itm_fast.data.picture_files import MAX_PIXELS, decoded, look_at, near_duplicates, open_picture
+from itm_fast.data.picture_files import MAX_PIXELS, Look, decoded, look_at, near_duplicates, open_picture
 from itm_fast.data.picture_folder import pictures_in
 
 
@@ -86,8 +86,9 @@ def test_the_transparent_level_of_sixteen_bits_is_white(tmp_path: Path) -> None:
     [
         (np.array([[0.0, 1.0]], dtype=np.float32), "from 0 to 1"),
         (np.array([[7, 70_000]], dtype=np.int32), "from 7 to 70000"),
+        (np.array([[7, 255]], dtype=np.int32), "from 7 to 255"),
     ],
-    ids=["float", "int"],
+    ids=["float", "int", "small"],
 )
 def test_pixels_of_32_bits_are_refused(tmp_path: Path, pixels: np.ndarray, numbers: str) -> None:
     Image.fromarray(pixels).save(tmp_path / "a.tiff")
@@ -184,3 +185,31 @@ def test_near_duplicates_are_scaled_or_compressed_copies(tmp_path: Path) -> None
     right = [look_at(tmp_path / name) for name in ("2.png", "copy.jpg")]
     assert near_duplicates(left, right) == [(1, 1)]
     assert near_duplicates(left, []) == []
+
+
+def test_near_duplicates_are_those_of_a_comparison_of_all_pairs() -> None:
+    """Copies of random pictures, with up to five bits of the hash changed and other levels of the thumbnail."""
+    random = np.random.default_rng(0)
+
+    def look(bits: int, thumbnail: np.ndarray) -> Look:
+        return Look(b"", bits, thumbnail.clip(0, 255).astype(np.uint8))
+
+    left = [look(int(random.integers(2**63)), random.integers(0, 256, 192)) for _ in range(200)]
+    # Of equal pictures, the first one is named.
+    left += left[:20]
+    right = []
+    for one in random.permutation(np.arange(200)):
+        changed = left[one].hash
+        for bit in random.choice(64, random.integers(0, 6), replace=False):
+            changed ^= 1 << int(bit)
+        most = int(random.integers(1, 25))
+        right.append(look(changed, left[one].thumbnail + random.integers(-most, most + 1, 192)))
+    expected = []
+    for index, other in enumerate(right):
+        levels = [np.abs(one.thumbnail.astype(int) - other.thumbnail).mean() for one in left]
+        near = [number for number, one in enumerate(left) if (one.hash ^ other.hash).bit_count() <= 3]
+        best = min(near, key=lambda number: levels[number], default=None)
+        if best is not None and levels[best] <= 6:
+            expected.append((best, index))
+    assert 20 < len(expected) < 180
+    assert near_duplicates(left, right) == expected

@@ -36,6 +36,7 @@ class Client:
     """Keeps what is uploaded in a folder, as a repository would."""
 
     uploads: ClassVar[list[dict[str, object]]] = []
+    looked: ClassVar[list[tuple[str | None, str, str | None]]] = []
     remote: ClassVar[Path] = Path()
 
     def __init__(self, token: str | None = None) -> None:
@@ -43,10 +44,17 @@ class Client:
 
     def create_repo(self, repo_id: str, private: bool | None, exist_ok: bool) -> SimpleNamespace:
         assert exist_ok
-        return SimpleNamespace(repo_id=repo_id)
+        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"user/{repo_id}")
+
+    def file_exists(self, repo_id: str, filename: str, *, revision: str | None) -> bool:
+        self.looked.append((self.token, repo_id, revision))
+        return (self.remote / filename).is_file()
+
+    def hf_hub_download(self, repo_id: str, filename: str, *, revision: str | None) -> str:
+        return str(self.remote / filename)
 
     def upload_folder(self, *, folder_path: Path, **options: object) -> str:
-        shutil.copytree(folder_path, self.remote)
+        shutil.copytree(folder_path, self.remote, dirs_exist_ok=True)
         self.uploads.append({"token": self.token, **options})
         return "https://hub.example/commit/1"
 
@@ -55,7 +63,9 @@ class Client:
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Client]:
     monkeypatch.setattr(Client, "remote", tmp_path / "remote")
     monkeypatch.setattr(Client, "uploads", [])
+    monkeypatch.setattr(Client, "looked", [])
     monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Client)
+    monkeypatch.setattr("huggingface_hub.HfApi", Client)
     return Client
 
 
@@ -137,7 +147,22 @@ def test_nothing_is_sent_unless_asked(trained: Path, tmp_path: Path, client: typ
     models.load(trained).save_pretrained(tmp_path / "anna", run=trained)
     assert client.uploads == []
     assert models.load(trained).save_pretrained(tmp_path / "anna", push_to_hub=True) == "https://hub.example/commit/1"
-    assert [upload["repo_id"] for upload in client.uploads] == ["anna"]
+    assert [upload["repo_id"] for upload in client.uploads] == ["user/anna"]
+
+
+def test_a_card_that_someone_edited_is_kept(trained: Path, tmp_path: Path, client: type[Client]) -> None:
+    """In the folder, which is uploaded with its own card, and in the repository."""
+    model, folder = models.load(trained), tmp_path / "scan"
+    model.save_pretrained(folder)
+    (folder / "README.md").write_text("of the folder")
+    model.save_pretrained(folder, push_to_hub=True)
+    assert (client.remote / "README.md").read_text() == "of the folder"
+    assert client.looked == []
+    model.push_to_hub("anna/scan", token="secret", branch="next")
+    assert (client.remote / "README.md").read_text() == "of the folder"
+    assert client.looked == [("secret", "anna/scan", "next")]
+    model.push_to_hub("scan", replace_card=True)
+    assert 'from_pretrained("user/scan")' in (client.remote / "README.md").read_text()
 
 
 def test_a_model_whose_successor_finds_a_full_disk_is_kept(
