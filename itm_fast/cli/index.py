@@ -107,8 +107,9 @@ def build_command(
     from itm_fast.search import Index, encoder_kind
     from itm_fast.search import calibrate as choose
     from itm_fast.search.members import Members
-    from itm_fast.search.pictures import kind_of
+    from itm_fast.search.pictures import check_kind, kind_of
 
+    check_kind(preprocessing or "")
     if calibrate is not None and not 0 < calibrate <= 1:
         raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")
     if data is None and calibrate is not None:

@@ -26,19 +26,23 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 class CiderD:
     """CIDEr-D between captions of a data set and the captions of its images.
 
-    Words are token numbers without the first and the last, `<start>` and `<end>`. Rare words are one word, `<unk>`.
+    Words are token numbers without the marks of a caption, such as `<start>` and `<end>`. Rare words are one word,
+    `<unk>`.
 
     Args:
         token_ids: int32, the ids of all captions end to end.
-        lengths: (n_captions,) int64, including `<start>` and `<end>`.
+        lengths: (n_captions,) int64, including the marks.
         caption_image: (n_captions,) int64, the image of each caption.
+        marks: tokens before and after the words of a caption, as `Vocabulary.marks`.
     """
 
-    def __init__(self, token_ids: Tensor, lengths: Tensor, caption_image: Tensor) -> None:
+    def __init__(
+        self, token_ids: Tensor, lengths: Tensor, caption_image: Tensor, marks: tuple[int, int] = (1, 1)
+    ) -> None:
         # 0 is no word, so that "a" and "a 0" differ.
         self._ids = token_ids.numpy().astype(np.uint64) + np.uint64(1)
-        self._lengths = (lengths.numpy() - 2).clip(min=0)
-        self._first = np.cumsum(lengths.numpy()) - lengths.numpy() + 1
+        self._lengths = (lengths.numpy() - sum(marks)).clip(min=0)
+        self._first = np.cumsum(lengths.numpy()) - lengths.numpy() + marks[0]
         owners = caption_image.numpy()
         self._order = np.argsort(owners, kind="stable")
         self._sorted = owners[self._order]

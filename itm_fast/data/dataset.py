@@ -183,7 +183,7 @@ class CaptionDataset:
     @property
     def unknown_share(self) -> float:
         """Share of the captions' words that the vocabulary lacks, from 0 to 1."""
-        words = len(self.token_ids) - 2 * len(self)
+        words = len(self.token_ids) - sum(self.vocabulary.marks) * len(self)
         return int((self.token_ids == self.vocabulary.unk).sum()) / words if words else 0.0
 
     def region_count(self, image: int) -> int:

@@ -37,8 +37,9 @@ def read_speech_tags(path: str | os.PathLike[str], dataset: CaptionDataset) -> l
     if len(lines) != len(dataset):
         raise ValueError(f"{path}: expected a line for each of {len(dataset)} captions, got {len(lines)}")
     for number, (tags, length) in enumerate(zip(lines, dataset.caption_lengths.tolist(), strict=True), start=1):
-        if len(tags) != length - 2:
-            raise ValueError(f"{path}: line {number}: expected {length - 2} tags, got {len(tags)}")
+        expected = length - sum(dataset.vocabulary.marks)
+        if len(tags) != expected:
+            raise ValueError(f"{path}: line {number}: expected {expected} tags, got {len(tags)}")
     return lines
 
 
@@ -55,7 +56,7 @@ def nltk_speech_tags(dataset: CaptionDataset, captions: Sequence[int]) -> list[l
 
     if not hasattr(PerceptronTagger, "load_from_json"):
         raise ValueError(f"tagger: expected nltk 3.9 or newer, got {nltk.__version__}")
-    words = [dataset.vocabulary.pieces(dataset.captions[caption])[1:-1] for caption in captions]
+    words = [dataset.vocabulary.pieces(dataset.captions[caption])[dataset.vocabulary.inner] for caption in captions]
     plain = [[word.removesuffix(_UNKNOWN) for word in caption] for caption in words]
     try:
         tagged = nltk.pos_tag_sents(plain)

@@ -45,6 +45,8 @@ class TokenizerVocabulary(Vocabulary):
         if not frame:
             raise ValueError("tokenizer: post_processor: expected one that ends a caption with a token")
         self.start, self.end = frame[0], frame[-1]
+        # A SigLIP has a token at the end only.
+        self.marks = (len(frame) - 1, 1)
         if pad is not None and pad not in self._ids:
             raise ValueError(f"tokenizer: pad_token: expected a token of the vocabulary, got {shown(pad)}")
         self.pad = self.end if pad is None else self._ids[pad]

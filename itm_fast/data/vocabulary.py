@@ -41,6 +41,7 @@ class Vocabulary:
     mask_word: ClassVar[str] = MASK
     kinds: ClassVar[dict[str, type[Vocabulary]]] = {}  # Classes for other kinds of JSON, by `kind`.
     saveable: ClassVar[bool] = True  # as a file; otherwise another package keeps it.
+    marks: tuple[int, int] = (1, 1)  # Tokens that are added before and after the words of a caption.
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = list(words)
@@ -126,6 +127,12 @@ class Vocabulary:
     def continuations(self) -> list[int]:
         """The ids of pieces that continue the previous word; none, as every id is a whole word."""
         return []
+
+    @property
+    def inner(self) -> slice:
+        """Return the place of the words among the tokens of a caption."""
+        before, after = self.marks
+        return slice(before, -after or None)
 
     def with_mask(self) -> Vocabulary:
         """Return this vocabulary, with `<mask>` appended if it has none. Other ids do not change."""

@@ -70,6 +70,7 @@ def speech_statistics(
     """
     if not len(captions) or dataset.n_images < 2:
         raise ValueError("captions: expected at least one, and two images")
+    before, after = dataset.vocabulary.marks
     steps_of = getattr(model, "pair_steps", None)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -79,9 +80,10 @@ def speech_statistics(
     with evaluation_mode(model):
         for caption, of_words in zip(captions, tags, strict=True):
             token_ids, lengths = dataset.caption_batch([caption])
-            if int(lengths[0]) != len(of_words) + 2:
-                raise ValueError(f"caption {caption}: expected {int(lengths[0]) - 2} tags, got {len(of_words)}")
-            names += ["<start>", *of_words, "<end>"]
+            if int(lengths[0]) != len(of_words) + before + after:
+                expected = int(lengths[0]) - before - after
+                raise ValueError(f"caption {caption}: expected {expected} tags, got {len(of_words)}")
+            names += ["<start>"] * before + [*of_words] + ["<end>"] * after
             own = int(dataset.caption_image[caption])
             other = (own + int(torch.randint(1, dataset.n_images, (), generator=generator))) % dataset.n_images
             words = model.encode_captions(token_ids.to(device), lengths.to(device))

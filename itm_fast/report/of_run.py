@@ -141,14 +141,15 @@ def _attention(model: MatchingModel, dataset: PrecomputedDataset, captions: list
     examples = []
     for caption, rows in zip(captions, weights, strict=True):
         text, image = dataset.captions[caption], int(dataset.caption_image[caption])
-        words = dataset.vocabulary.pieces(text)[1:-1]
+        inner = dataset.vocabulary.inner
+        words, attended = dataset.vocabulary.pieces(text)[inner], rows[inner]
         if dataset.box_source is not None:
             boxes = dataset.boxes([image])[0].numpy()
-            examples.append(WordAttention(text, image, words, rows[1:-1].numpy(), boxes))
+            examples.append(WordAttention(text, image, words, attended.numpy(), boxes))
             continue
         # A class token, if there is one, comes before the square grid of the patches.
-        side = math.isqrt(rows.shape[1])
-        grids = rows[1:-1, rows.shape[1] - side * side :].reshape(-1, side, side).numpy()
+        side = math.isqrt(attended.shape[1])
+        grids = attended[:, attended.shape[1] - side * side :].reshape(-1, side, side).numpy()
         examples.append(WordAttention(text, image, words, grids))
     return examples
 

@@ -26,7 +26,7 @@ from itm_fast.search.manifest import (
     read_manifest,
 )
 from itm_fast.search.members import Members
-from itm_fast.search.pictures import kind_of
+from itm_fast.search.pictures import check_kind, kind_of
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
 from itm_fast.search.snapshot import Snapshot
@@ -67,6 +67,7 @@ def build(
     if pooling is None:
         pooling = "mean" if data is None else "learned"
     _check(candidates, dtype, pooling, batch_size)
+    check_kind(preprocessing or "")
     if pooling == "learned" and (data is None or not len(data)):
         raise ValueError("pooling: a learned pooling needs a data set with captions; mean needs none")
     check_folder(path)

@@ -12,24 +12,40 @@ from tqdm.auto import tqdm
 
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.files.messages import shown
-from itm_fast.search.manifest import FileRecord, SegmentRecord, read_manifest
+from itm_fast.search.manifest import FileRecord, Manifest, SegmentRecord, read_manifest
 from itm_fast.search.snapshot import Snapshot
 
 __all__ = ["check"]
 
+_TRIES = 5
+
 
 def check(path: str | os.PathLike[str], *, progress: bool = False) -> list[str]:
     """Read a whole index; return its problems, one line each. Checksums detect flipped bits.
+
+    If the index changes meanwhile, its new state is checked.
 
     Args:
         path: the folder.
         progress: show a progress bar on a terminal.
 
     Raises:
-        ValueError: the manifest is missing or damaged; without it, nothing else can be checked.
+        ValueError: the manifest is missing or damaged, without which nothing else can be checked; or the index keeps
+            changing.
     """
     directory = Path(path)
     manifest = read_manifest(directory)
+    for _ in range(_TRIES):
+        problems = _problems(directory, manifest, progress=progress)
+        before, manifest = manifest, read_manifest(directory) if problems else manifest
+        # A change removes files that it replaces.
+        if manifest == before:
+            return problems
+    raise ValueError(f"{directory}: the index changed {_TRIES} times during the check; try again later")
+
+
+def _problems(directory: Path, manifest: Manifest, *, progress: bool) -> list[str]:
+    """Compare the files with one state of the index."""
     records: list[FileRecord | SegmentRecord] = [*manifest.segments]
     records += [manifest.weights] if manifest.weights is not None else []
     problems = []

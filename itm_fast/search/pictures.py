@@ -1,6 +1,6 @@
 """Turn pictures into the features that a model was trained on, and into thumbnails.
 
-Inside: `Picture`, `kind_of`, `grid_of`, `features_of`, `thumbnail`, `picture_in`.
+Inside: `Picture`, `kind_of`, `check_kind`, `grid_of`, `features_of`, `thumbnail`, `picture_in`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itm_fast.data.preprocessing import Preprocessing
 from itm_fast.files.messages import shown
 from itm_fast.search.encoders import encoded, is_encoder_kind, preprocessing_of
 
-__all__ = ["Picture", "features_of", "grid_of", "kind_of", "picture_in", "thumbnail"]
+__all__ = ["Picture", "check_kind", "features_of", "grid_of", "kind_of", "picture_in", "thumbnail"]
 
 # A path, the content of a file, or pixels (height, width, 3) uint8.
 Picture = str | os.PathLike[str] | bytes | np.ndarray
@@ -59,6 +59,18 @@ def features_of(pictures: list[Picture], kind: str) -> Tensor:
 def grid_of(kind: str) -> int | None:
     """Return the patches per side of a picture, or None if they are unknown or those of an encoder."""
     return None if not kind or is_encoder_kind(kind) else _patches_of(kind)[1]
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError if `kind` is not how a picture becomes features; "" is that this is unknown."""
+    found = _KIND.fullmatch(kind)
+    if found is not None and int(found[2]) > 0 and int(found[1]) > 0 and int(found[1]) % int(found[2]) == 0:
+        return
+    if kind not in ("", "emoji") and not is_encoder_kind(kind):
+        raise ValueError(
+            f"preprocessing: expected emoji, or SIDExGRID with a multiple of GRID as SIDE, such as 224x14, got "
+            f"{shown(kind)}"
+        )
 
 
 def _patches_of(kind: str) -> tuple[Preprocessing, int]:

@@ -96,7 +96,8 @@ def explained(index: Index, explanation: Explanation, model: MatchingModel, text
     `before` the number of regions before the first one of them; both are null if the index does not know the places.
     """
     steps = next(iter(explanation.directions.values()))
-    words = len(explanation.words)
+    words = range(len(explanation.words))
+    inner = words if model.tokenizer is None else words[model.tokenizer.inner]
     shape = steps.attention[0].shape
     regions = int(shape[1] if "t2i" in explanation.directions else shape[0])
     side = _grid_side(index.manifest.pictures, model)
@@ -109,7 +110,7 @@ def explained(index: Index, explanation: Explanation, model: MatchingModel, text
         "score": round(explanation.score, _DIGITS),
         "words": [word.removesuffix(_UNKNOWN) for word in explanation.words],
         "known": [not word.endswith(_UNKNOWN) for word in explanation.words],
-        "special": [number in (0, words - 1) for number in range(words)],
+        "special": [number not in inner for number in words],
         "regions": regions,
         "grid": None if side is None else [side, side],
         "before": before,

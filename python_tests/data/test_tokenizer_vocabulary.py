@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from itm_fast.data import TextAugmentation, TokenizerVocabulary, Vocabulary
+from itm_fast.data import PrecomputedDataset, TextAugmentation, TokenizerVocabulary, Vocabulary
+from itm_fast.data.cider import CiderD
 from python_tests.helpers.clip import LONGEST, write_clip
 
 CAPTIONS = ["Red map of sun", "a man,  with flowers!", "", "MAP map", "été ☂", "sun " * 60]
@@ -46,6 +48,26 @@ def test_captions_become_the_ids_of_transformers(folder: Path, kind: str) -> Non
         assert vocabulary.decode(vocabulary.encode("Red map!")) == ["▁red", "▁map"]
         assert vocabulary.words[vocabulary.unk] == "<unk>"
         assert vocabulary.pieces("Red map!") == ["Red", "map", "</s>"]
+
+
+@pytest.mark.parametrize(("kind", "marks"), [("clip", (1, 1)), ("siglip", (0, 1))])
+def test_marks_are_the_tokens_around_the_words(folder: Path, data: Path, kind: str, marks: tuple[int, int]) -> None:
+    """A SigLIP has none at the start: the first word of a caption counts."""
+    vocabulary = TokenizerVocabulary.from_folder(folder / kind)
+    assert vocabulary.marks == marks
+    assert vocabulary.pieces("Red map")[vocabulary.inner] == ["Red", "map"]
+    assert list(range(4)[Vocabulary(Vocabulary.special).inner]) == [1, 2]
+    captions = PrecomputedDataset(data, "train", vocabulary)
+    words = [len(vocabulary.pieces(caption)[vocabulary.inner]) for caption in captions.captions]
+    unknown = int((captions.token_ids == vocabulary.unk).sum())
+    assert captions.unknown_share == unknown / sum(words)
+    # Captions that differ in their first word only.
+    ids = [vocabulary.encode(caption) for caption in ("red map of sun", "map map of sun")]
+    lengths = torch.tensor([len(one) for one in ids])
+    rows = torch.tensor([token for one in ids for token in one], dtype=torch.int32)
+    measure = CiderD(rows, lengths, torch.tensor([0, 1]), vocabulary.marks)
+    own, other = measure.scores(torch.tensor([0, 0]), torch.tensor([0, 1])).tolist()
+    assert own > other
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.torch import save
 
 from itm_fast.data import CaptionDataset
 from itm_fast.search import Index, check
+from itm_fast.search import checking as checking_module
 from itm_fast.search import segments as segments_module
 from itm_fast.search import snapshot as snapshot_module
 from itm_fast.search.writing import locked
@@ -101,6 +103,44 @@ def problem_of(path: Path) -> str:
     return ""
 
 
+def test_a_change_during_a_check_is_no_damage(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change removes files that the check is about to read; the new state is checked, and its damage is found."""
+    path = shutil.copytree(built, tmp_path / "index")
+    index, digest = Index.open(path, scan()), checking_module.sha256_of_file
+    changes = ["train0", "train1"]
+
+    def changing(file: Path, update: Callable[[int], object]) -> str:
+        if changes:
+            index.delete([changes.pop()])
+            index.compact()
+        return digest(file, update)
+
+    monkeypatch.setattr(checking_module, "sha256_of_file", changing)
+    assert check(path) == []
+    assert changes == []
+    changes += [f"train{number}" for number in range(2, 20)]
+    with pytest.raises(ValueError, match="the index changed 5 times during the check; try again later"):
+        check(path)
+    file = next(path.glob("images-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    changes.clear()
+    assert check(path) == [f"{file}: damaged: its content does not match its checksum"]
+
+
+@pytest.mark.parametrize("kind", ["64x5", "16x0", "0x4", "0x0", "224", "foo"])
+def test_a_way_to_make_features_that_does_not_exist_is_refused_first(
+    train: CaptionDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    expected = (
+        "preprocessing: expected emoji, or SIDExGRID with a multiple of GRID as SIDE, such as 224x14, got " + repr(kind)
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        Index.build(scan(), train, tmp_path / "index", preprocessing=kind)
+    arguments = ["index", "build", "--checkpoint", tmp_path, "--pictures", tmp_path, "--out", tmp_path / "index"]
+    assert error(capsys, *arguments, "--preprocessing", kind) == (1, expected)
+    assert not (tmp_path / "index").exists()
+
+
 def test_a_damaged_manifest_or_segment_is_one_line(built: Path, tmp_path: Path) -> None:
     chosen = random.Random(1)
     original = (built / "index.json").read_bytes()
@@ -135,8 +175,9 @@ def test_a_manifest_that_could_not_be_read_again_is_not_written(train: CaptionDa
         scan().save(run)
     path = tmp_path / "index"
     before = Index.build(runs[0], train, path).manifest
+    encoder = f"encoder -1 patches {'0' * 64} /vit"
     for run, kind, place in ((runs[1], None, rf"checkpoint: {tmp_path}/run\udce9"),
-                             (runs[0], "encoder \udce9", r"preprocessing: encoder \udce9")):  # fmt: skip
+                             (runs[0], f"{encoder}\udce9", rf"preprocessing: {encoder}\udce9")):  # fmt: skip
         message = f"{place}: an index cannot name a path that is not UTF-8; rename it"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             Index.build(run, train, path, preprocessing=kind, overwrite=True)

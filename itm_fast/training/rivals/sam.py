@@ -64,7 +64,7 @@ class SamScenario(Scenario):
                 f"scenario: sam needs the words of the captions, which {type(read).__name__} does not give"
             )
         self.config = config
-        self._cider = CiderD(read.token_ids, read.caption_lengths, read.caption_image)
+        self._cider = CiderD(read.token_ids, read.caption_lengths, read.caption_image, read.vocabulary.marks)
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:
         """Run one step; messages name it by `number`.
