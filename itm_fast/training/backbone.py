@@ -131,13 +131,13 @@ def load_backbone(config: TrainConfig, model: MatchingModel, folder: VisionFolde
 
 
 def check_towers(config: TrainConfig, model: MatchingModel) -> None:
-    """Raise ValueError naming a setting of a vision model or a text tower that a trained model does not have."""
+    """Raise ValueError naming a setting of a vision model or a text tower that the given model does not have."""
     names = [name for name, _ in model.named_parameters()]
     for prefix, own in ((BACKBONE, _ONLY_WITH_BACKBONE), (TEXT_TOWER, _ONLY_WITH_TEXT_TOWER)):
         if not any(name.startswith(prefix) for name in names):
             for setting in own:
                 if getattr(config, setting):
-                    raise ValueError(f"{setting}: the model in {config.start} has no {prefix.rstrip('.')}")
+                    raise ValueError(f"{setting}: the {model.name} to train has no {prefix.rstrip('.')}")
 
 
 def set_checkpointing(config: TrainConfig, model: MatchingModel) -> None:

@@ -146,6 +146,11 @@ class Branch:
                 raise ValueError(f"{place}optimizer.state.{index}.step: expected 1 to {most}, got {found:g}")
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        # The schedule of another number of epochs has another rate at this step.
+        for group, base, factor in zip(
+            self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(steps)
         self._freeze()
 
 

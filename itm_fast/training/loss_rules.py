@@ -50,6 +50,8 @@ ADVERSARIAL = (
 )  # fmt: skip
 # The scenarios of methods that the papers compare with, and their settings.
 RIVALS = ("aoq", "ncr", "meta_spn", "sam")
+# Of these, the ones that do not use the loss by name after the warm-up.
+_WITHOUT_OPTIONS = ("aoq", "ncr", "meta_spn")
 _OF_RIVALS = {
     "aoq": ("offline_candidates", "offline_margin", "offline_alpha", "offline_beta", "offline_every"),
     "ncr": ("ncr_threshold", "ncr_mixture", "ncr_margin"),
@@ -102,6 +104,10 @@ def check_loss(config: Any) -> None:
     _check_conversions(config, fields)
     _check_twins(config)
     _check_start(config)
+    unused = config.scenario if config.scenario in _WITHOUT_OPTIONS else "realignment of conversions"
+    realigned = config.conversions is not None and config.realignment
+    if config.loss_options and (config.scenario in _WITHOUT_OPTIONS or realigned):
+        raise ValueError(f"loss_options: expected none with the {unused}, which has losses of its own")
     if config.scenario in RIVALS:
         for name, wanted in (("loss", "triplet"), ("mining", "hardest"), ("halve_loss", False)):
             if getattr(config, name) != wanted:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from itm_fast import config as settings
 from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.evaluation.scoring import Gallery
@@ -41,7 +42,10 @@ __all__ = [
 
 _ENCODES = ("encode_images", "encode_captions", "score")
 # Settings that say how to build or wrap a model of this package.
-_OF_BUILT_IN = ("bert", "clip", "image_backbone", "conversions")
+_OF_BUILT_IN = (
+    "bert", "clip", "image_backbone", "conversions", "model_options", "image_frozen_epochs", "text_frozen_epochs",
+    "image_checkpointing", "text_checkpointing",
+)  # fmt: skip
 # Scenarios that do not call the loss of a branch.
 _WITH_OWN_LOSSES = ("aoq", "meta_spn", "ncr")
 # Separates random numbers of batches from those of the data order, which have the same seed and epoch.
@@ -211,6 +215,7 @@ class OwnLoss(nn.Module):
         if not callable(function):
             raise TypeError(f"loss: expected a function of the scores, got {shown(function)}")
         self.function = function
+        self.copies: int = getattr(function, "copies", 1)  # As of `SelfExpandingLoss`.
         called = function.forward if isinstance(function, nn.Module) else function
         try:
             self._takes_positives = "positives" in inspect.signature(called).parameters
@@ -244,6 +249,11 @@ def as_model(model: nn.Module) -> MatchingModel:
     model = uncompiled(model)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ValueError(f"model: {type(model).__name__} has no weight to train")
+    for name, entry in model.state_dict().items():
+        if not isinstance(entry, Tensor):
+            raise ValueError(
+                f"model: the entry {name} of its state_dict is no tensor, and could not be saved; keep it in a buffer"
+            )
     if isinstance(model, MatchingModel):
         return model
     missing = [name for name in _ENCODES if not callable(getattr(model, name, None))]
@@ -257,9 +267,11 @@ def check_settings(
 ) -> None:
     """Raise ValueError naming a setting that does not go with a user's own module, data set or loss."""
     if isinstance(model, OwnModel):
+        defaults = {name: field.default for name, field in settings.fields_of(type(config)).items()}
         for name in _OF_BUILT_IN:
-            if getattr(config, name) is not None:
-                raise ValueError(f"{name}: expected none with your own module, got {shown(getattr(config, name))}")
+            value = getattr(config, name)
+            if value and value != defaults[name]:
+                raise ValueError(f"{name}: expected none with your own module, got {shown(value)}")
         if config.scenario not in ("single", "mss"):
             raise ValueError(f"scenario: expected single or mss with your own module, got {config.scenario}")
     if isinstance(data, OwnData) and config.picture_augmentation != "none":

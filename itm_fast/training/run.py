@@ -26,6 +26,7 @@ from itm_fast.files.processors import check_count, device_of, set_threads
 from itm_fast.models.bert_folder import bert_vocabulary_file
 from itm_fast.models.clip_folder import read_clip_tokenizer
 from itm_fast.training import run_folder
+from itm_fast.training.backbone import check_towers, set_checkpointing
 from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.creation import create_model
@@ -72,6 +73,7 @@ def train(
             there. Nothing is written.
         OSError: the disk is full. Earlier saves are kept, and `resume` continues from them.
     """
+    config = run_folder.with_saved_defaults(config) if resume else config
     set_threads(config.threads)
     check_count("workers", config.workers)
     with joined(config.device) as world, contextlib.ExitStack() as kept:
@@ -111,6 +113,9 @@ def _trainer(
     vocabulary, anchor = None, None
     train_data, validation_data = splits
     model = None if model is None else uncompiled(model)
+    if isinstance(model, models.MatchingModel):
+        check_towers(config, model)
+        set_checkpointing(config, model)
     if model is not None and config.start is not None:
         raise ValueError("start: expected none with your own model, whose weights are those to start from")
     # Trainers agree on where features lie: all processes make one, or none does.
@@ -124,7 +129,6 @@ def _trainer(
                 for data in (train_data, validation_data):
                     data.check_caption_lengths(model.max_caption_length)
                     model.prepare(data)
-                anchor = frozen_anchor(config, model, vocabulary, resume=resume)
         elif config.noise:
             raise ValueError(
                 "noise: expected 0 with your own data sets; CaptionDataset.shuffle_captions shuffles their captions"
@@ -133,7 +137,10 @@ def _trainer(
             raise ValueError("train_data, validation_data: expected both or none")
         if model is None:
             raise ValueError("model: expected a module to train with train_data and validation_data")
-        _check_same_words(model, getattr(train_data, "vocabulary", None))
+        words = getattr(train_data, "vocabulary", None)
+        _check_same_words(model, words)
+        if isinstance(model, models.MatchingModel) and isinstance(words, Vocabulary):
+            anchor = frozen_anchor(config, model, words, resume=resume)
     if vocabulary is None:
         torch.manual_seed(config.seed)
     trainer = Trainer(

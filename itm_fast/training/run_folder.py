@@ -1,6 +1,6 @@
 """The run directory: when a run may write into it. `itm_fast.files.run_files` lists its files.
 
-Inside: `check`, `lost_model`, `prepare`, `saved_config`, `save_models`.
+Inside: `check`, `lost_model`, `prepare`, `saved_config`, `with_saved_defaults`, `save_models`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import torch
 
 from itm_fast import config as settings
@@ -19,6 +20,7 @@ from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 from itm_fast.training.lock import LOCK_FILE
+from itm_fast.training.loss_rules import default_warmup
 from itm_fast.training.trackers import tracker_folders
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "prepare",
     "save_models",
     "saved_config",
+    "with_saved_defaults",
 ]
 
 
@@ -46,6 +49,14 @@ def saved_config(run: str | Path) -> TrainConfig:
         return settings.build(TrainConfig, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def with_saved_defaults(config: TrainConfig) -> TrainConfig:
+    """Return the settings of a run to resume with its warm-up, if neither names one: the default follows the epochs."""
+    saved = saved_config(config.out)
+    if all(one.warmup_epochs == default_warmup(one) for one in (saved, config)):
+        return attrs.evolve(config, warmup_epochs=saved.warmup_epochs)
+    return config
 
 
 def check(config: TrainConfig, *, resume: bool) -> None:

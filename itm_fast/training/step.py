@@ -76,6 +76,7 @@ class Stepper:
             check_auxiliary(config, model.auxiliary_setting, self.world.size)
         self._auxiliary: float | None = None  # Of the target in the last step.
         self.losses = nn.ModuleDict(make_losses(config, model) if loss is None else {config.mining: loss}).to(device)
+        self._unchecked = self.world.size > 1 and loss is not None
         self._copies: int = getattr(self.losses[config.mining], "copies", 1)
         if self._copies > 1:
             check_copies(config, self.world.size)
@@ -156,7 +157,9 @@ class Stepper:
             loss = self.losses[mining]
             with self.autocast():
                 scores, own = self.replicas.scores_and_loss(model, batch, loss, positives)
-            own = loss(scores, positives=positives) if own is None else own
+            if own is None:
+                own = loss(scores, positives=positives)
+                self._check_own(own, scores, model)
             auxiliary = model.take_auxiliary_loss()
             if auxiliary is not None:
                 auxiliary = model.auxiliary_factor(self._epoch) * auxiliary
@@ -186,6 +189,29 @@ class Stepper:
             batch=batch,
             autocast=self.autocast,
         )
+
+    def _check_own(self, loss: Tensor, scores: Tensor, model: MatchingModel) -> None:
+        """Raise ValueError if a user's loss, which each process computes whole, depends on weights of the model.
+
+        Their gradients would be added up over the processes.
+        """
+        if not self._unchecked:
+            return
+        self._unchecked = False
+        names = {weight: name for name, weight in model.named_parameters()}
+        seen, ahead = {scores.grad_fn}, [loss.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            weight = getattr(node, "variable", None)
+            if weight in names:
+                raise ValueError(
+                    f"loss: it depends on the weight {names[weight]} of the model otherwise than by the scores, which "
+                    f"goes with a single process, got {self.world.size}; apply the weight in the model's score"
+                )
+            ahead += [one for one, _ in node.next_functions]
 
     def _read(self, captions: Tensor) -> Batch:
         return self.augmentation(self.data.batch(captions.cpu().numpy()), self.device)

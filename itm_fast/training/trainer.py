@@ -193,6 +193,7 @@ class Trainer:
             ValueError: the loss is not finite, or a batch is invalid.
         """
         self._warn_without_negatives()
+        _ = self._fingerprints  # Of frozen weights before a step changes them, as a momentum encoder does.
         self.progress.start()
         with self._own_data(), self.log.open(self.progress.log_size, self.progress.seconds_before):
             return self._run()

@@ -1,6 +1,7 @@
 """A module, a data set and losses of a user, as `train` accepts them.
 
-Inside: `Stripes`, `Matcher`, `contrast`, `Scaled`, `settings`, `run`, `train_in_a_world`, `save_what_a_process_has`.
+Inside: `Stripes`, `Matcher`, `contrast`, `Scaled`, `settings`, `run`, `train_in_a_world`,
+`train_with_a_scale_in_the_model`, `save_what_a_process_has`.
 """
 
 from __future__ import annotations
@@ -97,6 +98,13 @@ def train_in_a_world(rank: int, value: dict[str, Any]) -> None:
     model = Matcher()
     model.dropout.p = 0.0
     run(settings(value["out"], **value["changes"]), model=model)
+
+
+def train_with_a_scale_in_the_model(rank: int, value: dict[str, Any]) -> None:
+    """One of several processes of a training whose loss reads a weight of the model, as code of CLIP often does."""
+    model = Matcher()
+    model.log_scale = nn.Parameter(torch.tensor(2.0))
+    run(settings(value["out"], epochs=1), model=model, loss=lambda scores: contrast(scores * model.log_scale.exp()))
 
 
 def save_what_a_process_has(rank: int, value: dict[str, Any]) -> None:

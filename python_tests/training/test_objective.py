@@ -95,6 +95,11 @@ def test_the_choices_are_those_of_the_operator() -> None:
         *(({"model": "clip", "clip": "c", "scenario": "oss", "boosting": boosting},
            f"clip: expected none with the boosting {boosting}: all networks would start from the same weights")
           for boosting in ("soft_rank", "rkd", "dml", "dino", "dino_inverse")),
+        *(({"scenario": scenario, "loss_options": {"directions": "rows"}},
+           f"loss_options: expected none with the {scenario}, which has losses of its own")
+          for scenario in ("aoq", "ncr", "meta_spn")),
+        ({"conversions": 2, "loss_options": {"directions": "rows"}},
+         "loss_options: expected none with the realignment of conversions, which has losses of its own"),
         ({"start": "s", "scenario": "ncr"},
          "start: expected none with the scenario ncr: all networks would start from the same weights"),
         ({"start": "s", "scenario": "oss", "boosting": "rkd"},

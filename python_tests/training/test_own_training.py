@@ -21,7 +21,7 @@ from itm_fast.training.own import OwnData, SeededData
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import differences, same, stop_at, weights, what_a_run_leaves
 from python_tests.helpers.worlds import run_jobs
-from python_tests.training.own_parts import Matcher, Scaled, Stripes, contrast, run, settings
+from python_tests.training.own_parts import COLOURS, Matcher, Scaled, Stripes, contrast, run, settings
 
 
 def numbers(out: Path, name: str) -> list[float]:
@@ -172,6 +172,50 @@ def test_a_run_in_which_weights_get_no_gradient_resumes_bit_for_bit(
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "run")) == []
 
 
+class Moving(Matcher):
+    """Has a second embedding of words that is no parameter of the optimiser, but moves, as in ALBEF and MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Embedding(COLOURS + 1, 16).requires_grad_(False)
+
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.lerp_(self.words.weight, 0.1)
+        words = self.words(token_ids) + 0.1 * self.slow(token_ids)
+        return Fragments.from_padded(nn.functional.normalize(words, dim=2), lengths)
+
+
+def test_frozen_weights_that_move_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> Moving:
+        torch.manual_seed(3)
+        return Moving()
+
+    run(settings(tmp_path / "whole"), model=model())
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        assert not run(settings(tmp_path / "run"), model=model()).finished
+    run(settings(tmp_path / "run"), model=model(), resume=True)
+    assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "run")) == []
+
+
+def test_a_loss_over_copies_gets_the_copies(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    class Noting(losses.SelfExpandingLoss):
+        def forward(self, scores: Tensor, **more: Any) -> Tensor:
+            seen.append(scores.detach())
+            return super().forward(scores, **more)
+
+    model = Matcher()
+    model.dropout.p = 0.0
+    run(settings(tmp_path / "run", epochs=1), model=model, loss=Noting(copies=2))
+    assert {len(scores) for scores in seen} == {40, 50}  # of batches of 20 and 25 pairs
+    # Without dropout, copies of a pair have equal scores.
+    torch.testing.assert_close(seen[0][0::2], seen[0][1::2])
+
+
 def test_a_damaged_best_model_is_replaced(tmp_path: Path) -> None:
     run(settings(tmp_path))
     path = tmp_path / "model.safetensors"
@@ -204,6 +248,17 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in "12")
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.thorough
+def test_a_loss_that_uses_weights_of_the_model_goes_with_one_process(tmp_path: Path) -> None:
+    """Each process computes the loss of the whole batch: gradients of these weights would be added up."""
+    job = {"function": "python_tests.training.own_parts:train_with_a_scale_in_the_model"}
+    one, two = run_jobs([{"size": size, "value": {"out": str(tmp_path / str(size))}, **job} for size in (1, 2)])
+    assert [(status, error) for status, _, error in one] == [(0, "")]
+    assert [status for status, _, _ in two] == [1, 1]
+    message = "loss: it depends on the weight module.log_scale of the model otherwise than by the scores, which goes"
+    assert message in two[0][2]
 
 
 @pytest.mark.thorough
@@ -339,6 +394,14 @@ class Unused(Matcher):
         self.head = nn.Linear(2, 2)
 
 
+class Extra(Matcher):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
 class Mute(Matcher):
     score = None  # type: ignore[assignment]
 
@@ -360,6 +423,14 @@ def broken(**changes: object) -> Stripes:
         ({"model": lambda: 1}, {}, TypeError, "model: expected a torch.nn.Module, got"),
         ({"model": Matcher().requires_grad_(False)}, {}, ValueError, "model: Matcher has no weight to train"),
         ({"model": Unused()}, {}, ValueError, r"does not depend on the weight module.head.weight \(2 such weights"),
+        ({"model": Extra()}, {}, ValueError, "model: the entry _extra_state of its state_dict is no tensor"),
+        ({}, {"image_frozen_epochs": 1}, ValueError, "image_frozen_epochs: expected none with your own module, got 1"),
+        ({}, {"text_checkpointing": True}, ValueError, "text_checkpointing: expected none with your own module"),
+        ({}, {"model_options": {"embed_dim": 4}}, ValueError, "model_options: expected none with your own module"),
+        (
+            {"model": BUILT_IN, "loss": None}, {"image_checkpointing": True}, ValueError,
+            "image_checkpointing: the vsepp to train has no image_encoder.backbone",
+        ),
         ({"model": None}, {}, ValueError, "model: expected a module to train with train_data and validation_data"),
         ({"train_data": object()}, {}, TypeError, "train data: object has no n_images"),
         ({"validation_data": None}, {}, ValueError, "train_data, validation_data: expected both or none"),

@@ -17,6 +17,7 @@ from itm_fast.training import Trainer
 from itm_fast.training import trainer as trainer_module
 from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.metrics_log import read_metrics
+from itm_fast.training.run_folder import saved_config
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import config, run, same, stop_at, weights
 
@@ -174,6 +175,32 @@ def test_fewer_epochs_than_were_done_are_refused(data: Path, tmp_path: Path, mon
         run(attrs.evolve(settings, epochs=1), resume=True)
     result = run(attrs.evolve(settings, epochs=2), resume=True)
     assert (result.steps, result.best_step) == (8, 8)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_more_epochs_have_their_own_schedule_from_the_first_step_on(data: Path, tmp_path: Path, schedule: str) -> None:
+    settings = config(data, tmp_path / "run", epochs=1, lr_schedule=schedule, log_every=1)
+    run(settings)
+    run(attrs.evolve(settings, epochs=2), resume=True)
+    run(attrs.evolve(settings, epochs=2, out=str(tmp_path / "whole")))
+    longer, whole = (
+        [line["lr"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] == "train"]
+        for name in ("run", "whole")
+    )
+    assert longer[4:] == whole[4:]
+    assert longer[4] > 0
+
+
+def test_a_run_of_one_epoch_continues_with_its_default_warm_up(data: Path, tmp_path: Path) -> None:
+    """With several epochs, the default is one epoch of all negatives."""
+    settings = config(data, tmp_path / "run", epochs=1, warmup_epochs=None)
+    run(settings)
+    more = config(data, tmp_path / "run", epochs=2, warmup_epochs=None)
+    assert (settings.warmup_epochs, more.warmup_epochs) == (0, 1)
+    assert run(more, resume=True).steps == 8
+    assert saved_config(tmp_path / "run").warmup_epochs == 0
+    with pytest.raises(ValueError, match="holds a run with warmup_epochs = 0, not 2"):
+        run(attrs.evolve(more, epochs=3, warmup_epochs=2), resume=True)
 
 
 def test_a_run_that_ends_where_it_was_stopped_is_validated(

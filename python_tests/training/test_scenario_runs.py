@@ -14,7 +14,7 @@ import torch
 from itm_fast import cli, models
 from itm_fast.data import PrecomputedDataset, Vocabulary
 from itm_fast.evaluation import evaluate, evaluate_ensemble
-from itm_fast.training import TrainConfig
+from itm_fast.training import TrainConfig, train
 from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.commands import SMALL, error
@@ -67,6 +67,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     for number in {"oas": (), "oss": (1, 2), "mss": (1,)}[scenario]:
         first, second = (models.load(tmp_path / out / "branches" / str(number)) for out in ("whole", "parts"))
         assert same(first.state_dict(), second.state_dict())
+
+
+def test_a_model_and_data_from_python_train_beside_an_anchor(data: Path, tmp_path: Path, anchor: Path) -> None:
+    """The anchor has the words of the data, so that they can be compared."""
+    model = models.load(anchor)
+    assert model.tokenizer is not None
+    splits = {f"{use}_data": PrecomputedDataset(data, name, model.tokenizer)
+              for use, name in (("train", "train"), ("validation", "dev"))}  # fmt: skip
+    settings = config(None, tmp_path / "run", scenario="oas", anchor=str(anchor), model_options={}, epochs=1)
+    result = train(attrs.evolve(settings, data=None), progress=False, model=model, **splits)
+    assert result.finished
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert all(line["boosting_loss"] > 0 for line in lines)
 
 
 def test_a_run_that_is_killed_ends_like_one_that_is_left_alone(data: Path, tmp_path: Path, anchor: Path) -> None:
