@@ -57,7 +57,7 @@ EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"].append("rcar-scenes")
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
-EXPERIMENTS["fdf"].append("fdf-variants")
+EXPERIMENTS["fdf"] += ["fdf-variants", "fdf-start"]
 
 
 def demo(result: dict[str, Any]) -> str:

@@ -153,19 +153,27 @@ class SplitCheck:
             boxes=self._path("boxes.npy").is_file(),
         )
 
+    @property
+    def has_counts(self) -> bool:
+        """Return whether the regions of each image are counted."""
+        return self._path("regions.txt").is_file()
+
     def _words(self, vocabulary: Vocabulary | None) -> tuple[dict[str, float] | None, float | None]:
         """Return quantiles of the words per caption, and the share of words that the vocabulary lacks."""
-        lengths, unknown = [], 0
+        lengths, known, unknown = [], 0, 0
         for caption in self.captions or ():
             if caption is not None:
-                tokens = tokenize(caption)
-                lengths.append(len(tokens))
-                unknown += 0 if vocabulary is None else sum(token not in vocabulary for token in tokens)
+                lengths.append(len(tokenize(caption)))
+                if vocabulary is not None:
+                    # BERT divides most words that it does not know into pieces.
+                    ids = vocabulary.encode(caption)[vocabulary.inner]
+                    missing = ids.count(vocabulary.unk)
+                    known, unknown = known + len(ids) - missing, unknown + missing
         if not lengths:
             return None, None
         smallest, median, high, largest = np.quantile(lengths, [0, 0.5, 0.95, 1])
         words = {"min": smallest, "median": median, "mean": np.mean(lengths), "p95": high, "max": largest}
-        share = None if vocabulary is None else unknown / sum(lengths)
+        share = None if vocabulary is None else unknown / max(known + unknown, 1)
         return {name: round(float(value), 2) for name, value in words.items()}, share
 
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[int, np.ndarray | None]:

@@ -204,13 +204,14 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
     own = directory / "vocab.json"
     if regular.is_present(own):
         return own
-    resolved = directory.resolve()
-    names = [resolved.name, f"{resolved.parent.name}_{resolved.name}"]
-    for folder in list(resolved.parents)[:3]:
-        for name in names:
-            candidate = folder / "vocab" / f"{name}_vocab.json"
-            if regular.is_present(candidate):
-                return candidate
+    # A link to the data may lie beside the vocabulary, which its target does not.
+    for place in (directory.absolute(), directory.resolve()):
+        names = [place.name, f"{place.parent.name}_{place.name}"]
+        for folder in list(place.parents)[:3]:
+            for name in names:
+                candidate = folder / "vocab" / f"{name}_vocab.json"
+                if regular.is_present(candidate):
+                    return candidate
     return None
 
 

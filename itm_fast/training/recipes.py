@@ -7,6 +7,7 @@ Other settings keep their defaults. Inside: `Recipe`, `names`, `load`, `merge`, 
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -23,16 +24,21 @@ _FOLDER = files("itm_fast").joinpath("recipes")
 
 @attrs.frozen
 class Recipe:
-    """A recipe: `settings` are names and values of a `TrainConfig`, `source` names the paper and code."""
+    """A recipe: `settings` are names and values of a `TrainConfig`, `source` names the paper and code.
+
+    `notes` says what else a training needs, or what differs from the source; it may be empty.
+    """
 
     name: str
     description: str
     source: str
     settings: dict[str, Any]
+    notes: str = ""
 
     def to_yaml(self) -> str:
-        """Return the settings as a configuration file, with two comment lines at the top."""
-        return f"# {self.description}\n# {self.source}\n" + yaml.safe_dump(self.settings, sort_keys=False)
+        """Return the settings as a configuration file, with description, source and notes as comments at the top."""
+        comments = [self.description, self.source, *self.notes.splitlines()]
+        return "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(self.settings, sort_keys=False)
 
 
 def names() -> list[str]:
@@ -46,8 +52,9 @@ def load(name: str) -> Recipe:
         near = difflib.get_close_matches(name, names(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "itm-fast recipes lists them"
         raise ValueError(f"no recipe {shown(name)}; {hint}")
-    content = yaml.safe_load(_FOLDER.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
-    return Recipe(name, **content)
+    text = _FOLDER.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    notes = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return Recipe(name, **yaml.safe_load(text), notes="\n".join(line.removeprefix("# ") for line in notes))
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,6 +74,8 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def markdown_table() -> str:
     """Return all recipes as a Markdown table for the documentation."""
-    lines = ["| recipe | what it trains |", "| --- | --- |"]
-    lines += [f"| `{name}` | {load(name).description} |" for name in names()]
+    lines = ["| recipe | what it trains | notes |", "| --- | --- | --- |"]
+    for recipe in map(load, names()):
+        notes = " ".join(recipe.notes.splitlines()).replace("|", "\\|")
+        lines.append(f"| `{recipe.name}` | {recipe.description} | {notes} |")
     return "\n".join(lines) + "\n"

@@ -211,10 +211,12 @@ def load_data(
     if config.noise:
         train_data.shuffle_captions(config.noise, config.seed)
     validation_data = open_split(config.data, config.validation_split, vocabulary, max_images=config.validation_images)
-    if train_data.features.shape[1:] != validation_data.features.shape[1:]:
+    shapes = [data.features.shape[1:] for data in (train_data, validation_data)]
+    # With counts, the number of regions is that of the longest set, which may differ.
+    counted = any(data.source.counts is not None for data in (train_data, validation_data))
+    if shapes[0][1] != shapes[1][1] or (shapes[0] != shapes[1] and not counted):
         raise ValueError(
-            f"{config.data}: images of {train_data.features.shape[1:]} values in train, "
-            f"but of {validation_data.features.shape[1:]} in {config.validation_split}"
+            f"{config.data}: images of {shapes[0]} values in train, but of {shapes[1]} in {config.validation_split}"
         )
     return vocabulary, train_data, validation_data
 

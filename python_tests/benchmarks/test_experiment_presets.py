@@ -21,13 +21,15 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
-    "addr-claims", "addr-regions", "dbl-claims", "dbl-variants", "fdf-claims", "fdf-variants", "rcar-ablations",
-    "rcar-claims", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-sgraf",
+    "addr-claims", "addr-regions", "dbl-claims", "dbl-variants", "fdf-claims", "fdf-start", "fdf-variants",
+    "rcar-ablations", "rcar-claims", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-sgraf",
     "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them. Anchors of several qualities have fewer epochs. FDF on SCAN
-# has a row with a lower rate.
-ALSO_DIFFER = {"rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}}
+# has a row with a lower rate. Models to start from are trained beforehand.
+ALSO_DIFFER = {
+    "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
+}  # fmt: skip
 
 
 def preset(name: str) -> Path:

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from itm_fast import cli
-from itm_fast.data import Vocabulary, check, check_split, emoji
+from itm_fast.data import BertVocabulary, Vocabulary, check, check_split, emoji, open_split
 from itm_fast.data.check import Problem, check_folder
+from itm_fast.training import TrainConfig
+from itm_fast.training.run import load_data
+from python_tests.helpers.bert import write_bert
 from python_tests.helpers.commands import error
 from python_tests.helpers.precomputed import SPECIAL, VOCABULARY, features_of, write_split
 from python_tests.helpers.terminal import every_step
@@ -62,6 +65,30 @@ def test_a_clean_folder_is_summarised(folder: Path) -> None:
     assert found["train"].words == {"min": 3, "median": 4.5, "mean": 4.5, "p95": 6, "max": 6}
     assert found["test"].words == {"min": 3, "median": 4.5, "mean": 4.5, "p95": 5.85, "max": 6}
     assert [one.unknown_share for one in report.splits] == [0, 0, 0]
+
+
+def test_pieces_of_words_are_known_to_a_bert(data: Path, tmp_path: Path) -> None:
+    """A BERT divides "boat" and "dog" into pieces; "fish" is unknown. The share is that of a training."""
+    write_bert(tmp_path / "bert")
+    vocabulary = BertVocabulary.from_file(tmp_path / "bert" / "vocab.txt")
+    report = check_folder(data, vocabulary_file=tmp_path / "bert" / "vocab.txt")
+    found = {one.split: one.unknown_share for one in report.splits}
+    assert found["train"] == pytest.approx(open_split(data, "train", vocabulary).unknown_share)
+    assert 0 < found["train"] < 0.5
+
+
+def test_splits_may_be_padded_to_different_numbers_of_regions(folder: Path, tmp_path: Path) -> None:
+    """With counts, features are padded to the longest set of their split; training takes them, too."""
+    for suffix in ("caps.txt", "ids.txt", "ims.npy"):
+        (folder / f"dev_{suffix}").unlink()
+    write_split(folder, "dev", features_of(2)[:, :2] + 100, 10, ids=["e", "f"])
+    assert "regions of 4 channels, but dev has 2 of 4" in str(problems(folder))
+    (folder / "dev_regions.txt").write_text("2\n1\n")
+    assert problems(folder) == []
+    load_data(TrainConfig(data=str(folder), out=str(tmp_path / "run")))
+    (folder / "dev_regions.txt").unlink()
+    with pytest.raises(ValueError, match=r"images of .*\(3, 4\).* values in train, but of .*\(2, 4\).* in dev"):
+        load_data(TrainConfig(data=str(folder), out=str(tmp_path / "run")))
 
 
 def test_the_bundled_data_are_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

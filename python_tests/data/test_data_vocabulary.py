@@ -145,6 +145,19 @@ def test_a_relative_data_directory_is_resolved(tmp_path, monkeypatch):
     assert find_vocabulary(".") == path
 
 
+def test_a_vocabulary_beside_a_link_to_the_data_is_found(tmp_path):
+    target, data = tmp_path / "disk" / "features", tmp_path / "project" / "data"
+    target.mkdir(parents=True)
+    data.mkdir(parents=True)
+    (data / "f30k_precomp").symlink_to(target)
+    path = write(tmp_path / "project" / "vocab" / "f30k_precomp_vocab.json", numbered(SPECIAL))
+    assert find_vocabulary(data / "f30k_precomp") == path
+    path.unlink()
+    # Or beside the data themselves.
+    path = write(tmp_path / "disk" / "vocab" / "features_vocab.json", numbered(SPECIAL))
+    assert find_vocabulary(data / "f30k_precomp") == path
+
+
 def test_a_missing_vocabulary_lists_the_searched_names(tmp_path):
     with pytest.raises(ValueError, match=r"found no vocabulary .*and no train_caps.txt .*--vocab FILE"):
         load_vocabulary(tmp_path)

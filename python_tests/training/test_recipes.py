@@ -144,10 +144,10 @@ PUBLISHED = {
     **{
         f"vsrn-{data}": (
             "vsrn",
-            FLICKR,
+            {**FLICKR, "lr_decay_every": decay},
             {**VSRN[data], "caption_weight": 1.0, "caption_hidden_dim": 512, "caption_dropout": 0.2},
         )
-        for data in ("f30k", "coco")
+        for data, decay in (("f30k", 10), ("coco", 15))
     },
     "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
     "vsepp-coco": ("vsepp", FLICKR, VSEPP),
@@ -243,7 +243,7 @@ PUBLISHED |= {
 PUBLISHED |= {
     f"pfan-{way}-{data}": (
         "pfan",
-        {"epochs": 30, "lr": lr, "lr_decay_every": 15},
+        {"epochs": 30, "lr": lr, "lr_decay_every": 15, "validation_images": None},
         {**SCAN, **MEAN, **options, "position_grid": 16, "position_blocks": 15, "position_dim": 200, **peak},
     )
     for way, options, peak in (("t2i", T2I, {"peak_weight": 0.5}), ("i2t", I2T, {}))
@@ -296,7 +296,7 @@ PUBLISHED |= {
         },
     )
     for focal in ("equal", "prob")
-    for data, epochs, lr, decay in (("f30k", 40, 2e-4, 30), ("coco", 20, 5e-4, 10))
+    for data, epochs, lr, decay in (("f30k", 40, 2e-4, 30), ("coco", 20, 2e-4, 10))
 }  # fmt: skip
 PUBLISHED |= {
     f"{host}-rcr-{data}": (model, numbers, {**options, "regulator": "rcr", "steps": 2})
@@ -548,3 +548,18 @@ def test_errors_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
     message = error(capsys, "train", "--recipe", "vsepp-coco", "--config", file, "--data", data, "--out", "run")
     assert message == "model_options: expected names and values, got [1]"
     assert not (tmp_path / "run").exists()
+
+
+def test_notes_of_a_recipe_are_printed_and_listed() -> None:
+    """Some trainings need more than their settings, such as an anchor that was trained in a certain way."""
+    recipe = recipes.load("dbl-oas-f30k")
+    assert "with --text-augmentation 0.2" in recipe.notes
+    assert not recipe.notes.startswith("#")
+    text = recipe.to_yaml()
+    assert text.splitlines()[:3] == [
+        f"# {recipe.description}",
+        f"# {recipe.source}",
+        "# AM (OAS). For RM: --boosting relative.",
+    ]
+    assert yaml.safe_load(text) == recipe.settings
+    assert recipe.notes.splitlines()[1] in recipes.markdown_table()
