@@ -556,10 +556,7 @@ def test_notes_of_a_recipe_are_printed_and_listed() -> None:
     assert "with --text-augmentation 0.2" in recipe.notes
     assert not recipe.notes.startswith("#")
     text = recipe.to_yaml()
-    assert text.splitlines()[:3] == [
-        f"# {recipe.description}",
-        f"# {recipe.source}",
-        "# AM (OAS). For RM: --boosting relative.",
-    ]
+    first = [recipe.description, recipe.source, "AM (OAS). For RM: --boosting relative."]
+    assert text.splitlines()[:3] == [f"# {line}" for line in first]
     assert yaml.safe_load(text) == recipe.settings
     assert recipe.notes.splitlines()[1] in recipes.markdown_table()
