@@ -326,7 +326,7 @@ def _checked_lengths(lengths: object, padded: Tensor) -> Tensor:
         raise TypeError(f"lengths: expected an integer tensor, got {_describe(lengths)}")
     if lengths.shape != padded.shape[:1]:
         raise ValueError(f"lengths: expected shape ({padded.shape[0]},), got {tuple(lengths.shape)}")
-    lengths, max_len = lengths.to(padded.device), padded.shape[1]
+    lengths, max_len = lengths.to(padded.device, torch.int64), padded.shape[1]
     readable = padded.device.type == "cpu" and not torch.compiler.is_compiling()
     if readable and bool(((lengths < 0) | (lengths > max_len)).any()):
         raise ValueError(

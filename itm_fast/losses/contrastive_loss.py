@@ -46,6 +46,7 @@ class InfoNCELoss(ScoreLoss):
         reduction: str = "sum",
     ) -> None:
         super().__init__(directions, reduction)
+        validation.check_flag("halve", halve)
         self.initial_scale, self.halve = _scale(initial_scale, LARGEST_SCALE), halve
         self.log_scale = nn.Parameter(torch.tensor(math.log(self.initial_scale)))
 

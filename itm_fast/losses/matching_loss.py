@@ -40,6 +40,7 @@ class MatchingBCELoss(nn.Module):
     def __init__(self, *, halve: bool = False, reduction: str = "sum") -> None:
         super().__init__()
         validation.check_option("reduction", reduction, REDUCTIONS)
+        validation.check_flag("halve", halve)
         self.halve, self.reduction = halve, reduction
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 

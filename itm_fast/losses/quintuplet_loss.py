@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
-from itm_fast.ops.triplet_loss import upcast
+from itm_fast.ops.triplet_loss import check_scores, upcast
 from itm_fast.reference import validation
 
 __all__ = ["QuintupletLoss"]
@@ -66,6 +66,8 @@ class QuintupletLoss(nn.Module):
             TypeError: an argument is not a tensor of a supported dtype.
             ValueError: a shape does not fit.
         """
+        check_scores(scores, positives, square=True)
+        validation.check_tensor("offline", offline, ("4", "B"))
         if offline.shape != (4, len(scores)):
             raise ValueError(f"offline: expected shape (4, {len(scores)}), got {tuple(offline.shape)}")
         (rows, _), (columns, _) = F_itm.hardest_negatives(scores, positives)

@@ -188,6 +188,8 @@ class FDF(FragmentModel):
 
         The similarity is an operator over all pairs, so `block` images are scored with `block` captions at a time.
         """
+        if len(images) != len(captions):
+            raise ValueError(f"captions: expected one for each of {len(images)} images, got {len(captions)}")
         blocks = zip(_blocks(images, block), _blocks(captions, block), strict=True)
         return torch.cat([self.score(*of_both).diagonal() for of_both in blocks])
 

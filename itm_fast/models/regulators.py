@@ -154,7 +154,9 @@ def pairwise_weights(
 
 @attrs.frozen(eq=False)
 class PairSteps:
-    """Intermediate results of one image and one caption in one direction, without dropout. All float32.
+    """Intermediate results of one image and one caption in one direction. All float32.
+
+    Take them in evaluation mode: in training mode, dropout applies.
 
     Queries attend to contexts: words to regions ("t2i"), or regions to words ("i2t").
 

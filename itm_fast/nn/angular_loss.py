@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from itm_fast.nn.similarity import inner_products
+
 __all__ = ["AngularLoss"]
 
 
@@ -37,10 +39,12 @@ class AngularLoss(nn.Module):
     def forward(self, images: Tensor, captions: Tensor) -> Tensor:
         """Return the loss, a scalar, of l2-normalised images (n, d) and captions (n, d); row i of both is a pair.
 
-        A single pair has no negative, and the loss 0.
+        A single pair has no negative, and the loss 0. It is float32, also under autocast, or float64 for float64.
         """
-        scores = images @ captions.t()
-        return self._of_anchors(scores, captions @ captions.t()) + self._of_anchors(scores.t(), images @ images.t())
+        scores, of_images, of_captions = (
+            inner_products(*sides) for sides in ((images, captions), (images, images), (captions, captions))
+        )
+        return self._of_anchors(scores, of_captions) + self._of_anchors(scores.t(), of_images)
 
     def _of_anchors(self, scores: Tensor, partners: Tensor) -> Tensor:
         """`scores` (n, n) of anchors with partners; `partners` (n, n), the cosines of partners with each other."""

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.padded_pairs import padded_sets, pair_products, region_attention
+from itm_fast.ops.precision import without_autocast
 from itm_fast.reference import validation
 
 __all__ = ["AttentionPeak"]
@@ -31,8 +32,9 @@ class AttentionPeak(nn.Module):
         """Return (n_images, n_captions) from 0 to 1, float32 (float64 for float64); 0 for an empty set."""
         regions, seen, k = padded_sets(images)
         words, inside, lengths = padded_sets(captions)
-        attention = region_attention(pair_products(regions, words), seen, self.temperature, self.negative_slope)
-        peaks = (attention.amax(dim=3) * inside).sum(dim=2) / lengths.clamp(min=1)
+        with without_autocast(regions.device.type):
+            attention = region_attention(pair_products(regions, words), seen, self.temperature, self.negative_slope)
+            peaks = (attention.amax(dim=3) * inside).sum(dim=2) / lengths.clamp(min=1)
         return peaks.masked_fill((k == 0)[:, None] | (lengths == 0), 0.0)
 
     def extra_repr(self) -> str:

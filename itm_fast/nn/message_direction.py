@@ -16,6 +16,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.regulators import RecurrentAggregationRegulator, RecurrentCorrespondenceRegulator
+from itm_fast.ops.precision import without_autocast
 
 __all__ = ["MessageDirection", "PaddedSide", "Passed", "without_bias"]
 
@@ -51,10 +52,12 @@ class Passed(NamedTuple):
     temperatures: list[Tensor]
     fused: Tensor
 
-    def of_first(self, shares: list[Tensor]) -> reference.RegulationSteps:
-        """Return the steps of the first pair, whose pooling has the weights `shares`."""
+    def of_first(self, shares: list[Tensor], n_queries: int, n_contexts: int) -> reference.RegulationSteps:
+        """Return the steps of the first pair of these sizes, whose pooling has the weights `shares`."""
         return reference.RegulationSteps(
-            [weights[0, 0] for weights in self.attention], [factors[0, 0] for factors in self.temperatures], shares
+            [weights[0, 0, :n_queries, :n_contexts] for weights in self.attention],
+            [factors[0, 0, :n_queries] for factors in self.temperatures],
+            [share[:n_queries] for share in shares],
         )
 
 
@@ -145,7 +148,9 @@ class MessageDirection(nn.Module):
         fused = fused.to(torch.promote_types(fused.dtype, torch.float32))
         if self.aggregation is not None:
             return self.aggregation(_pairs(queries, fused)).view(*fused.shape[:2], fused.shape[3])
-        return (self._weights(queries, fused)[:, :, None].to(fused.dtype) @ fused).squeeze(2)
+        # Autocast would round the vectors to 16 bits, and with them the cosines.
+        with without_autocast(fused.device.type):
+            return (self._weights(queries, fused)[:, :, None].to(fused.dtype) @ fused).squeeze(2)
 
     def _weights(self, queries: PaddedSide, fused: Tensor) -> Tensor:
         """Return the weights of the fused queries in the vector, (n, m, k). They sum to one."""

@@ -89,7 +89,7 @@ class MessagePassing(nn.Module):
         return scores.masked_fill((regions.lengths == 0) | (words.lengths == 0), 0.0)
 
     def steps(self, words: Tensor, regions: Tensor) -> dict[str, reference.RegulationSteps]:
-        """Return the intermediate results of one pair, without dropout: words (n, d) and regions (k, d).
+        """Return the intermediate results of one pair: words (n, d) and regions (k, d). Dropout is that of the mode.
 
         Returns:
             "t2i", where words attend to regions, and "i2t": the attention (n, k) or (k, n) and the factors of the inner
@@ -101,8 +101,8 @@ class MessagePassing(nn.Module):
         )
         to_regions, to_words = self._passed(*sides)
         return {
-            "t2i": to_words.of_first(self.to_words.shares(sides[1], to_words.fused)),
-            "i2t": to_regions.of_first(self.to_regions.shares(sides[0], to_regions.fused)),
+            "t2i": to_words.of_first(self.to_words.shares(sides[1], to_words.fused), len(words), len(regions)),
+            "i2t": to_regions.of_first(self.to_regions.shares(sides[0], to_regions.fused), len(regions), len(words)),
         }
 
     def weights(self, words: Tensor, regions: Tensor) -> Tensor:

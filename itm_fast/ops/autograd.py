@@ -61,16 +61,20 @@ def first_order(operator: str) -> Callable[[Callable[..., Any]], Callable[..., t
     `torch.autograd.function.once_differentiable` treats the result as a constant if the incoming gradient requires no
     gradient. This decorator also marks the result as a function of the saved inputs. A gradient penalty then raises an
     error instead of missing a term. The inputs must be saved with `ctx.save_for_backward`.
+
+    The decorated function is called as `backward(ctx, saved, *grads)`: activation checkpointing lets saved tensors be
+    read once.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
         @functools.wraps(backward)
         def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return backward(ctx, *grads)
+                return backward(ctx, saved, *grads)
             with torch.no_grad():
-                results = backward(ctx, *grads)
-            return _SecondDerivative.apply(operator, len(results), *results, *ctx.saved_tensors, *grads)
+                results = backward(ctx, saved, *grads)
+            return _SecondDerivative.apply(operator, len(results), *results, *saved, *grads)
 
         return wrapper
 

@@ -87,14 +87,14 @@ class _BoostingLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order("boosting_loss")
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         operators = torch.ops.itm_fast
         gradients = taken_gradients(
-            ctx, grad_loss, lambda: operators.boosting_loss_with_gradient(*ctx.saved_tensors[:3], *ctx.options)[2:]
+            ctx, grad_loss, lambda: operators.boosting_loss_with_gradient(*saved[:3], *ctx.options)[2:]
         )
         if gradients is not None:
             return gradients[0], None, None, None, None
-        grad_scores = operators.boosting_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
+        grad_scores = operators.boosting_loss_backward(grad_loss, *saved, *ctx.options)
         return grad_scores, None, None, None, None
 
 

@@ -184,10 +184,10 @@ class _CrossAttentionScores(torch.autograd.Function):
 
     @staticmethod
     @first_order("cross_attention_scores")
-    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_scores: Tensor) -> tuple[Tensor | None, ...]:
         for_queries, for_contexts = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         grad_queries, grad_contexts, _ = torch.ops.itm_fast.cross_attention_scores_backward(
-            grad_scores, *ctx.saved_tensors, *ctx.options[:-2], for_queries, for_contexts, *ctx.options[-2:]
+            grad_scores, *saved, *ctx.options[:-2], for_queries, for_contexts, *ctx.options[-2:]
         )
         gradients = (grad_queries if for_queries else None, None, grad_contexts if for_contexts else None, None)
         return *gradients, *(None,) * len(ctx.options)

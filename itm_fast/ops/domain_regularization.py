@@ -160,13 +160,15 @@ class _DomainRegularization(torch.autograd.Function):
 
     @staticmethod
     @first_order("domain_regularization")
-    def backward(ctx: Any, grad_adversarial: Tensor, grad_regularization: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: tuple[Any, ...], grad_adversarial: Tensor, grad_regularization: Tensor
+    ) -> tuple[Tensor | None, ...]:
         for_regions, for_words = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         for_weights = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
         grad_regions, grad_words, grad_weights, grad_biases = torch.ops.itm_fast.domain_regularization_backward(
             grad_adversarial,
             grad_regularization,
-            *ctx.saved_tensors,
+            *saved,
             *ctx.options,
             for_regions,
             for_words,

@@ -236,8 +236,8 @@ class _GradientSparse(torch.autograd.Function):
 
     @staticmethod
     @first_order("gradient_sparse_scores")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needed = saved, ctx.needs_input_grad[1:]
         # Accumulate in float32 or higher.
         sums = [
             torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if wanted else None

@@ -166,8 +166,8 @@ class _GradientSparseSets(torch.autograd.Function):
 
     @staticmethod
     @first_order("gradient_sparse_sets")
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, (weights, sides), remaining = ctx.plan, ctx.plan.split(ctx.saved_tensors), iter(grads)
+    def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan, (weights, sides), remaining = ctx.plan, ctx.plan.split(saved), iter(grads)
         needed = ctx.needs_input_grad[1 : 1 + len(weights)]
         sums: list[Tensor | None] = [None] * len(weights)
         for encoder, inputs in zip(plan.encoders, sides, strict=True):

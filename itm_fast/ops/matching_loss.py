@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,20 +187,22 @@ class _MatchingLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order("matching_loss")
-    def backward(ctx: Any, grad_loss: Tensor | None, grad_scores: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, grad_scores: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         gradient = grad_scores
         if grad_loss is not None:
-            gradient = _gradient_of_loss(ctx, grad_loss)
+            gradient = _gradient_of_loss(ctx, saved[4:], grad_loss)
             gradient = gradient if grad_scores is None else gradient + grad_scores
         if gradient is None:
             return (None,) * 10
-        grad_queries, grad_contexts = _gradients_of_sides(ctx, gradient)
+        grad_queries, grad_contexts = _gradients_of_sides(ctx, saved[:4], gradient)
         return grad_queries, None, grad_contexts, *(None,) * 7
 
 
-def _gradients_of_sides(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _gradients_of_sides(ctx: Any, operands: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of queries and contexts for that of the scores; None if a side needs none."""
-    queries, contexts = ctx.saved_tensors[:2], ctx.saved_tensors[2:4]
+    queries, contexts = operands[:2], operands[2:]
     of_queries, of_contexts = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
     scorings, precision = ctx.of_attention
     backward = torch.ops.itm_fast.cross_attention_scores_backward
@@ -216,9 +218,9 @@ def _gradients_of_sides(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tens
     return found[0] if of_queries else None, found[1] if of_contexts else None
 
 
-def _gradient_of_loss(ctx: Any, grad_loss: Tensor) -> Tensor:
+def _gradient_of_loss(ctx: Any, saved: Sequence[Any], grad_loss: Tensor) -> Tensor:
     """Return the gradient that the scores receive from the loss."""
-    scores, anchor_scores, positives, negatives = ctx.saved_tensors[4:]
+    scores, anchor_scores, positives, negatives = saved
     operators, options = torch.ops.itm_fast, ctx.options
     if anchor_scores is None:
         inputs, names = (scores, positives, None), _OF_TRIPLET

@@ -94,10 +94,10 @@ class _MaxsimScores(torch.autograd.Function):
 
     @staticmethod
     @first_order("maxsim_scores")
-    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_scores: Tensor) -> tuple[Tensor | None, ...]:
         for_queries, for_contexts = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         grad_queries, grad_contexts = torch.ops.itm_fast.maxsim_scores_backward(
-            grad_scores, *ctx.saved_tensors, *ctx.options, for_queries, for_contexts
+            grad_scores, *saved, *ctx.options, for_queries, for_contexts
         )
         gradients = (grad_queries if for_queries else None, None, grad_contexts if for_contexts else None)
         return *gradients, *(None,) * 7

@@ -143,10 +143,10 @@ class _Regulators(torch.autograd.Function):
 
     @staticmethod
     @first_order("the regulators' operator")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights = ctx.saved_tensors[4:]
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights = saved[4:]
         backward = getattr(torch.ops.itm_fast, f"{ctx.operator}_backward")
-        of_queries, of_contexts, of_weights, _ = backward(grad, *ctx.saved_tensors[:4], list(weights), *ctx.options)
+        of_queries, of_contexts, of_weights, _ = backward(grad, *saved[:4], list(weights), *ctx.options)
         parts = of_weights.split([weight.numel() for weight in weights]) if weights else ()
         shaped = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
         return None, None, of_queries, None, of_contexts, None, *shaped

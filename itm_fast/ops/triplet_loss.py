@@ -173,14 +173,14 @@ class _TripletLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order("triplet_loss")
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        positive_scores = ctx.saved_tensors[2]
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        positive_scores = saved[2]
         operators = torch.ops.itm_fast
         gradients = taken_gradients(
-            ctx, grad_loss, lambda: operators.triplet_loss_with_gradient(*ctx.saved_tensors[:3], *ctx.options)[2:]
+            ctx, grad_loss, lambda: operators.triplet_loss_with_gradient(*saved[:3], *ctx.options)[2:]
         )
         if gradients is None:
-            gradients = operators.triplet_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
+            gradients = operators.triplet_loss_backward(grad_loss, *saved, *ctx.options)
         return gradients[0], None, gradients[1] if positive_scores is not None else None, None, None
 
 
@@ -195,9 +195,14 @@ class _HardestNegatives(torch.autograd.Function):
     @staticmethod
     @first_order("hardest_negatives")
     def backward(
-        ctx: Any, grad_rows: Tensor, _row_indices: Tensor, grad_columns: Tensor, _column_indices: Tensor
+        ctx: Any,
+        saved: tuple[Any, ...],
+        grad_rows: Tensor,
+        _row_indices: Tensor,
+        grad_columns: Tensor,
+        _column_indices: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        grad_scores = torch.ops.itm_fast.hardest_negatives_backward(grad_rows, grad_columns, *ctx.saved_tensors)
+        grad_scores = torch.ops.itm_fast.hardest_negatives_backward(grad_rows, grad_columns, *saved)
         return grad_scores, None
 
 

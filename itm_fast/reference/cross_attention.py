@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from itm_fast.fragments import Fragments
 from itm_fast.reference.half_precision import float16_in_float32
+from itm_fast.reference.norms import norm
 
 CLIPPED = ("clipped_l2norm", "clipped_l1norm", "clipped")
 EPSILON = 1e-8
@@ -110,7 +111,7 @@ def _batch_scores(
         return query.new_zeros(query.shape[0])
     attention = cross_attention_weights(query, context, temperature, normalization, negative_slope, focal)
     attended = torch.bmm(attention, context)  # (B, n, d)
-    norms = torch.linalg.vector_norm(query, dim=2) * torch.linalg.vector_norm(attended, dim=2)
+    norms = norm(query, 2) * norm(attended, 2)
     cosine = (query * attended).sum(dim=2) / norms.clamp(min=EPSILON)  # (B, n)
     if aggregation == "mean":
         return cosine.mean(dim=1)
@@ -134,7 +135,7 @@ def cross_attention_weights(
     if normalization in CLIPPED:
         raw = torch.nn.functional.leaky_relu(raw, negative_slope)
     if normalization in ("l2norm", "clipped_l2norm"):
-        raw = raw / (torch.linalg.vector_norm(raw, dim=2, keepdim=True) + EPSILON)
+        raw = raw / (norm(raw, 2, keepdim=True) + EPSILON)
     elif normalization in ("l1norm", "clipped_l1norm"):
         raw = raw / (raw.abs().sum(dim=2, keepdim=True) + EPSILON)
     elif normalization == "softmax":

@@ -19,6 +19,7 @@ from torch import Tensor
 from itm_fast.fragments import Fragments
 from itm_fast.reference.cross_attention import EPSILON, cross_attention_weights, detach_zero_rows, pair_batches
 from itm_fast.reference.half_precision import float16_in_float32
+from itm_fast.reference.norms import norm
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulator_parameters import (
     AggregationWeights,
@@ -70,8 +71,8 @@ class Layout(Rows, Protocol):
 
 def unit(vectors: Tensor) -> Tensor:
     """Return `v / (|v| + 1e-8)` over the last dimension. A zero vector receives no gradient."""
-    norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-    return vectors / (norm + EPSILON).masked_fill(norm == 0, torch.inf)
+    length = norm(vectors, keepdim=True)
+    return vectors / (length + EPSILON).masked_fill(length == 0, torch.inf)
 
 
 def align(query: Tensor, attended: Tensor, weights: AlignmentWeights, normalize: bool = True) -> Tensor:
@@ -129,7 +130,7 @@ def aggregate(
 
 def mean_cosine(layout: Layout, attended: Tensor) -> Tensor:
     """Return the mean cosine between each pair's rows and their attended vectors (Eq 5), (..., sets)."""
-    norms = torch.linalg.vector_norm(layout.query, dim=-1) * torch.linalg.vector_norm(attended, dim=-1)
+    norms = norm(layout.query) * norm(attended)
     return layout.mean((layout.query * attended).sum(dim=-1) / norms.clamp(min=EPSILON))
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import leaky_relu
 
 from itm_fast.fragments import Fragments
 from itm_fast.reference.cross_attention import EPSILON, reassign_attention
+from itm_fast.reference.norms import norm
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulator_parameters import RegulatorParameters
 from itm_fast.reference.regulators import PairRows, Temperature, regulate
@@ -47,7 +48,7 @@ class _ListedPairs(PairRows):
         reweighted = self.query if channels is None else self.query * channels
         # Padded queries are zero, so their raw scores are zero and do not change the norms.
         raw = leaky_relu(torch.bmm(reweighted, self.context.transpose(1, 2)), self.negative_slope)  # (P, n, k)
-        normalized = raw / (torch.linalg.vector_norm(raw, dim=1, keepdim=True) + EPSILON)
+        normalized = raw / (norm(raw, 1, keepdim=True) + EPSILON)
         attention = torch.softmax((temperature * normalized).masked_fill(~self.is_context, -torch.inf), dim=2)
         if self.focal is not None:
             attention = reassign_attention(attention, self.focal, 2, self.counts)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from itm_fast.losses import InfoNCELoss, MatchingBCELoss
 from itm_fast.losses.quintuplet_loss import QuintupletLoss
 from itm_fast.losses.rectified_loss import (
     SOFT_MARGINS,
@@ -129,3 +130,15 @@ def test_soft_margins_rise_from_zero_to_the_margin() -> None:
         assert soft_margins(labels, 0.2, form).tolist() == pytest.approx([0.0, 0.2 * middle, 0.2], abs=1e-12)
     with pytest.raises(ValueError, match=r"^form: expected exponential, linear, sine, got 'cubic'$"):
         soft_margins(labels, 0.2, "cubic")
+
+
+def test_quintuplets_of_a_wrong_kind_are_named() -> None:
+    loss, scores = QuintupletLoss(), torch.zeros(2, 2)
+    for offline in ([[0.0] * 2] * 4, torch.zeros(4, 2, dtype=torch.int64)):
+        with pytest.raises(TypeError, match=r"^offline: expected a tensor of"):
+            loss(scores, offline)
+    with pytest.raises(TypeError, match=r"^scores: "):
+        loss(None, torch.zeros(4, 2))
+    for make in (InfoNCELoss, MatchingBCELoss):
+        with pytest.raises(TypeError, match=r"^halve: "):
+            make(halve="no")

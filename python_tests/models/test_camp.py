@@ -300,3 +300,25 @@ def test_attention_over_a_data_set(data: Path, tmp_path: Path) -> None:
     found = word_attention(trainer.model, trainer.validation_data, torch.arange(3))
     for one in found:
         torch.testing.assert_close(one.sum(1), torch.ones(len(one)), rtol=1e-6, atol=1e-6)
+
+
+def test_attention_of_an_empty_set_has_no_rows() -> None:
+    model = models.create("camp", vocab_size=9, feature_dim=12, embed_dim=16, word_dim=8).eval()
+    images = Fragments.from_padded(torch.randn(3, 5, 16), torch.tensor([5, 5, 0]))
+    captions = Fragments.from_padded(torch.randn(3, 6, 16), torch.tensor([6, 0, 6]))
+    assert [tuple(one.shape) for one in model.word_attention(images, captions)] == [(6, 5), (0, 5), (6, 0)]
+    for index in range(3):
+        steps = model.pair_steps(*(Fragments.from_padded(sets[index][None]) for sets in (images, captions)))
+        n, k = len(captions[index]), len(images[index])
+        assert tuple(steps["t2i"].attention[0].shape) == (n, k)
+        assert tuple(steps["i2t"].attention[0].shape) == (k, n)
+
+
+def test_cosines_under_autocast_are_float32() -> None:
+    """Rounded to 16 bits, scores of similar pictures would be equal."""
+    model = models.create("camp", vocab_size=9, feature_dim=12, embed_dim=16, word_dim=8, head="cosine").eval()
+    regions, tokens, lengths = torch.randn(100, 5, 12), torch.randint(9, (1, 6)), torch.tensor([6])
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = model(regions, tokens, lengths)
+    assert scores.dtype == torch.float32
+    assert len(scores.unique()) == 100

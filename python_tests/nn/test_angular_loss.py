@@ -95,3 +95,12 @@ def test_a_run_with_it_resumes_and_wrong_settings_are_named(data: Path, tmp_path
         models.create("saem", **{**SIZES, "vocab_size": 9, "feature_dim": 4, "angular_weight": 0.5, "no_imgnorm": True})
     with pytest.raises(ValueError, match="angular_weight: goes with the scenario"):
         make_trainer(attrs.evolve(settings, scenario="ncr"))
+
+
+def test_the_loss_is_float32_under_autocast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, captions = (torch.nn.functional.normalize(torch.randn(32, 64, generator=generator)) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = AngularLoss()(images, captions)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, AngularLoss()(images, captions), rtol=0, atol=0)

@@ -169,3 +169,9 @@ def test_sets_are_joined_in_a_compiled_function() -> None:
 
     assert torch.equal(torch.compile(scores, backend="eager", fullgraph=True)(), scores())
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_lengths_of_a_narrow_type_are_compared_as_numbers(dtype: torch.dtype) -> None:
+    fragments = Fragments.from_padded(torch.zeros(2, 300, 1), torch.tensor([100, 127], dtype=dtype))
+    assert fragments.offsets.tolist() == [0, 100, 227]

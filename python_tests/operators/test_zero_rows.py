@@ -143,3 +143,21 @@ def test_a_row_without_direction_is_exactly_zero() -> None:
     (gradient,) = torch.autograd.grad(scores.sum(), leaf)
     assert gradient[4].abs().max() > 0
     assert gradient[5].abs().max() == 0
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.0])
+def test_second_derivatives_of_the_reference_are_finite(slope: float) -> None:
+    """With slope 0, all products of a context may be clipped, as in a zero row."""
+    queries, contexts = sets(torch.float64)
+    contexts.values[0] = -queries.values.abs().sum(0)
+    parameters = random_parameters("rcar2, guidance", 16, 8)
+    for operator in (
+        partial(reference.cross_attention_scores, negative_slope=slope),
+        partial(reference.regulated_scores, parameters=parameters, negative_slope=slope),
+    ):
+        leaves = [part.values.clone().requires_grad_() for part in (queries, contexts)]
+        scores = operator(queries.with_values(leaves[0]), contexts.with_values(leaves[1]))
+        first = torch.autograd.grad(scores.sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(one.square().sum() for one in first), leaves)
+        assert all(one.isfinite().all() for one in (*first, *second))
+        assert all(float(one.abs().max()) > 0 for one in second)
