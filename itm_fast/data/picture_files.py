@@ -32,7 +32,7 @@ MAX_PIXELS = 100_000_000
 # Of the longer side to the shorter one: scaled by its shorter side, a thin picture would fill the memory.
 MOST_STRETCHED = 100
 _SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
-# A tag of TIFF files. Pillow may read pixels of 16 bits, too, as its mode I.
+# A tag of TIFF files: the mode I of Pillow does not say whether pixels have 16 or 32 bits.
 _BITS_PER_SAMPLE = 258
 # Two pictures are near-duplicates if few of their 64 hash bits differ, and so do their 8 x 8 thumbnails.
 _HASH_BITS, _THUMBNAIL_LEVELS = 3, 6.0
