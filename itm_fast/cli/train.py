@@ -139,7 +139,7 @@ def train(
     from itm_fast.training import recipes, run_folder
     from itm_fast.training.loss_rules import without_idle
     from itm_fast.training.run import train as run_training
-    from itm_fast.training.start import start_model
+    from itm_fast.training.start import recipe_for_start, start_model
 
     if steps is not None:
         if regulator_steps is not None:
@@ -157,23 +157,26 @@ def train(
     given = recipes.merge(read_yaml(config) if config is not None else {}, named, values, options)
     recipe = given.get("recipe")
     published = recipes.load(recipe).settings if isinstance(recipe, str) else {}
-    if given.get("start") is not None:
-        # The trained model has settings of its own.
-        published = {name: value for name, value in published.items() if name != "model_options"}
+    saved = {}
+    if resume:
+        if "out" not in given:
+            raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")
+        saved = settings.to_dict(run_folder.saved_config(str(given["out"])))
+    start = given.get("start", saved.get("start"))
+    if isinstance(start, str):
+        published = recipe_for_start(published, start)
     merged = recipes.merge(without_idle(published, given), given)
     if published and merged["model"] != published["model"]:
         raise ValueError(f"recipe: {recipe} is of the model {published['model']}, but {merged['model']} was asked for")
     if "model" not in merged and isinstance(merged.get("start"), str) and not resume:
         merged["model"] = start_model(merged["start"])
-    if resume:
-        if "out" not in merged:
-            raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")
-        merged = recipes.merge(settings.to_dict(run_folder.saved_config(str(merged["out"]))), merged)
-    chosen = settings.build(TrainConfig, merged)
+    chosen = settings.build(TrainConfig, recipes.merge(saved, merged))
     if report and chosen.data is not None:
         from itm_fast.report.of_run import check_pictures
 
         check_pictures(chosen.data, REPORTED)
+    if resume:
+        run_folder.check(chosen, resume=True)  # `run_training` takes a warm-up that equals its default for none.
     result = run_training(chosen, resume=resume)
 
     out, launch = chosen.out, launched()

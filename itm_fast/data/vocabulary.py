@@ -205,7 +205,7 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
     if regular.is_present(own):
         return own
     # A link to the data may lie beside the vocabulary, which its target does not.
-    for place in (directory.absolute(), directory.resolve()):
+    for place in (Path(os.path.normpath(directory.absolute())), directory.resolve()):
         names = [place.name, f"{place.parent.name}_{place.name}"]
         for folder in list(place.parents)[:3]:
             for name in names:

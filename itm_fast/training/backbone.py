@@ -141,11 +141,17 @@ def check_towers(config: TrainConfig, model: MatchingModel) -> None:
 
 
 def set_checkpointing(config: TrainConfig, model: MatchingModel) -> None:
-    """Let the layers of pretrained models be computed again in the backward pass, as `config` says."""
-    for wanted, prefix in ((config.image_checkpointing, BACKBONE), (config.text_checkpointing, TEXT_TOWER)):
-        if wanted:
+    """Let the layers of pretrained models be computed again in the backward pass, as `config` says.
+
+    Raises:
+        ValueError: the module is not of a kind that can do this.
+    """
+    for name, prefix in (("image_checkpointing", BACKBONE), ("text_checkpointing", TEXT_TOWER)):
+        if getattr(config, name):
             backbone: Any = model.get_submodule(prefix.rstrip("."))
             # Version 5 of transformers has another name for it.
             new = getattr(backbone, "activation_checkpointing_enable", None)
-            enable = backbone.gradient_checkpointing_enable if new is None else new
+            enable = getattr(backbone, "gradient_checkpointing_enable", None) if new is None else new
+            if enable is None:
+                raise ValueError(f"{name}: a {type(backbone).__name__} cannot compute its layers again; turn it off")
             enable({"use_reentrant": False})

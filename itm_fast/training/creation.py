@@ -1,6 +1,6 @@
 """Create the model of a run.
 
-Inside: `create_model`.
+Inside: `create_model`, `check_regions`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itm_fast.training.clip import clip_options, load_clip, read_clip
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.start import read_start
 
-__all__ = ["create_model"]
+__all__ = ["check_regions", "create_model"]
 
 # Settings of a model that the data decide, and that a user therefore cannot give.
 _FROM_DATA = ("vocab_size", "feature_dim", "n_regions")
@@ -38,12 +38,6 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
     if config.model == "fdf":
         raise ValueError("model: fdf is what --conversions N makes of another model; name that one")
     known = settings.fields_of(models.config_class(config.model))
-    counts = data.source.counts
-    if "n_regions" in known and counts is not None and bool((counts < data.features.shape[1]).any()):
-        raise ValueError(
-            f"model: {config.model} needs {data.features.shape[1]} regions for each image, but some images of split "
-            f"{data.split} have fewer"
-        )
     if config.start is not None:
         start = read_start(config, vocabulary, data)
         model = _model(config, {**start.options, **config.model_options})
@@ -75,6 +69,21 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
     if config.bert is not None:
         load_bert(model.get_submodule("text_encoder.bert"), config.bert, model.beside_bert())
     return model
+
+
+def check_regions(model: models.MatchingModel, data: PrecomputedDataset) -> None:
+    """Raise ValueError if the model needs a fixed number of regions, and images of `data` have another one."""
+    config = model.encoder_config
+    needed = getattr(config, "n_regions", None)
+    if needed is None or getattr(config, "image_backbone", None):
+        return
+    width, counts = int(data.features.shape[1]), data.source.counts
+    least, most = (width, width) if counts is None else (int(counts.min()), int(counts.max()))
+    if (least, most) != (needed, needed):
+        found = f"{least}" if least == most else f"{least} to {most}"
+        raise ValueError(
+            f"model: {model.name} needs {needed} regions in each image, but split {data.split} has {found}"
+        )
 
 
 def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel:

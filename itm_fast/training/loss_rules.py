@@ -104,10 +104,13 @@ def check_loss(config: Any) -> None:
     _check_conversions(config, fields)
     _check_twins(config)
     _check_start(config)
-    unused = config.scenario if config.scenario in _WITHOUT_OPTIONS else "realignment of conversions"
-    realigned = config.conversions is not None and config.realignment
-    if config.loss_options and (config.scenario in _WITHOUT_OPTIONS or realigned):
-        raise ValueError(f"loss_options: expected none with the {unused}, which has losses of its own")
+    if config.loss_options and config.scenario in _WITHOUT_OPTIONS:
+        raise ValueError(f"loss_options: expected none with the {config.scenario}, which has losses of its own")
+    if config.loss_options and config.realignment and (config.conversions or 0) > 1:
+        raise ValueError(
+            "loss_options: expected none with the realignment of several conversions, whose loss over other batches "
+            "has no such options"
+        )
     if config.scenario in RIVALS:
         for name, wanted in (("loss", "triplet"), ("mining", "hardest"), ("halve_loss", False)):
             if getattr(config, name) != wanted:
@@ -236,12 +239,21 @@ def _check_conversions(config: Any, fields: Mapping[str, Any]) -> None:
 
 def _check_twins(config: Any) -> None:
     """Raise ValueError if networks with equal losses would start from the same weights, and so stay equal."""
+    started = [name for name in ("clip", "start") if getattr(config, name) is not None]
+    if not started or config.scenario not in ("oss", "ncr"):
+        return
+    boosting = boosting_of(config)
     # At equal scores the other losses of a branch have no gradient.
-    imitating = config.scenario == "oss" and boosting_of(config) not in BOOSTED
-    for name in ("clip", "start") if imitating or config.scenario == "ncr" else ():
-        if getattr(config, name) is not None:
-            what = f"boosting {boosting_of(config)}" if imitating else f"scenario {config.scenario}"
-            raise ValueError(f"{name}: expected none with the {what}: all networks would start from the same weights")
+    apart = (*BOOSTED, {"paper": "dino_inverse", "code": "soft_rank"}[config.boosting_form])
+    if config.scenario == "ncr" or boosting not in apart:
+        what = "scenario ncr" if config.scenario == "ncr" else f"boosting {boosting}"
+        raise ValueError(f"{started[0]}: expected none with the {what}: all networks would start from the same weights")
+    # While each hinge is active, all branches after the first have the same gradient.
+    if config.branches > 2 and boosting in BOOSTED and config.boosting_mining == "all":
+        raise ValueError(
+            f"boosting_mining: expected hardest with {started[0]} and {config.branches} branches: from the same "
+            "weights, branches with all negatives stay equal"
+        )
 
 
 def _check_start(config: Any) -> None:

@@ -29,7 +29,7 @@ from itm_fast.training import run_folder
 from itm_fast.training.backbone import check_towers, set_checkpointing
 from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.creation import create_model
+from itm_fast.training.creation import check_regions, create_model
 from itm_fast.training.lock import lock
 from itm_fast.training.loss_rules import RIVALS, described_boosting
 from itm_fast.training.own import uncompiled
@@ -127,6 +127,7 @@ def _trainer(
                 model = create_model(config, vocabulary, train_data)
             if isinstance(model, models.MatchingModel):
                 for data in (train_data, validation_data):
+                    check_regions(model, data)
                     data.check_caption_lengths(model.max_caption_length)
                     model.prepare(data)
         elif config.noise:

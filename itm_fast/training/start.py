@@ -3,7 +3,7 @@
 With new conversions (FDF), only the extractors of the trained model are used, because conversions replace its encoder
 heads.
 
-Inside: `Start`, `read_start`, `start_model`, `start_digest`, `start_vocabulary`.
+Inside: `Start`, `read_start`, `recipe_for_start`, `start_model`, `start_digest`, `start_vocabulary`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from itm_fast.data.digests import sha256_of_parts
 from itm_fast.files import regular
 from itm_fast.files.messages import shortened, shown
 from itm_fast.files.run_files import VOCABULARY
-from itm_fast.models import FDF, MatchingModel
+from itm_fast.models import FDF, FDFConfig, MatchingModel
 from itm_fast.models.base import CONFIG_FILE, check_shapes, read_config, shapes_of
 from itm_fast.training.backbone import check_whole_pictures
 from itm_fast.training.config import TrainConfig
 
-__all__ = ["Start", "read_start", "start_digest", "start_model", "start_vocabulary"]
+__all__ = ["Start", "read_start", "recipe_for_start", "start_digest", "start_model", "start_vocabulary"]
 
 # What a model with conversions shares with its host.
 _EXTRACTORS = ("image_encoder.", "text_encoder.")
@@ -82,11 +82,13 @@ def read_start(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedDat
     if isinstance(model, FDF):
         _check_conversions(config, model)
     if model.tokenizer is not None and model.tokenizer != vocabulary:
-        # `start_vocabulary` gave that of the model; masks are added later.
-        raise ValueError(
-            f"text_augmentation: the vocabulary of {config.start} has no {Vocabulary.mask_word}; turn it off, or start "
-            "from a model that was trained with it"
-        )
+        # `start_vocabulary` gave that of the model; masks are added later. A resumed run has its own.
+        if model.tokenizer.with_mask() == vocabulary:
+            raise ValueError(
+                f"text_augmentation: the vocabulary of {config.start} has no {Vocabulary.mask_word}; turn it off, or "
+                "start from a model that was trained with it"
+            )
+        raise ValueError(f"start: the vocabulary of {config.start} is not that of the run")
     _check_images(config, model, data)
     return Start(config.start, model)
 
@@ -97,6 +99,20 @@ def start_model(folder: str) -> str:
         raise ValueError(f"start: expected the folder of a trained model, found a file: {folder}")
     name, options = read_config(Path(folder) / CONFIG_FILE)
     return str(options.get("host")) if name == FDF.name else name
+
+
+def recipe_for_start(recipe: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return the settings of a recipe for a training from the model in `folder`, which has its own in their place.
+
+    Raises:
+        ValueError: as `start_model`.
+    """
+    kept = {name: value for name, value in recipe.items() if name not in ("model_options", "image_class_token")}
+    start_model(folder)
+    name, options = read_config(Path(folder) / CONFIG_FILE)
+    if name == FDF.name and kept.get("conversions") is not None:
+        kept |= _conversions_of(settings.build(FDFConfig, options))
+    return kept
 
 
 def start_digest(folder: str) -> str:
@@ -115,6 +131,8 @@ def start_vocabulary(config: TrainConfig) -> Path | None:
     own = Path(config.start) / VOCABULARY
     if not regular.is_file(own):
         raise ValueError(f"start: {config.start} contains no {VOCABULARY}, the vocabulary of the model's training")
+    if config.vocab is not None and not regular.is_file(config.vocab):
+        raise ValueError(f"{config.vocab}: no such vocabulary file")
     if config.vocab is not None and Vocabulary.from_file(config.vocab) != Vocabulary.from_file(own):
         raise ValueError(f"vocab: expected that of the model to start from, {own}, or none, got {config.vocab}")
     return own
@@ -122,19 +140,22 @@ def start_vocabulary(config: TrainConfig) -> Path | None:
 
 def _check_conversions(config: TrainConfig, model: FDF) -> None:
     """Raise ValueError if the conversions of the run are not those of the trained model."""
-    of_model = model.config
-    wanted = {
-        "conversions": of_model.conversions,
-        "conversion_layer": of_model.conversion,
-        "conversion_residual": of_model.conversion_residual,
-        "reweighting": of_model.reweighting,
-        "normalize_fused": of_model.normalize_fused,
-    }
-    for name, value in wanted.items():
+    for name, value in _conversions_of(model.config).items():
         found = getattr(config, name)
-        # Only a feed-forward network can have a residual.
-        if found != value and not (name == "conversion_residual" and of_model.conversion != "ffn"):
+        if found != value:
             raise ValueError(f"{name}: the model in {config.start} has {shown(value)}, got {shown(found)}")
+
+
+def _conversions_of(config: FDFConfig) -> dict[str, Any]:
+    """Return the training settings that a model with conversions has."""
+    found = {
+        "conversions": config.conversions,
+        "conversion_layer": config.conversion,
+        "reweighting": config.reweighting,
+        "normalize_fused": config.normalize_fused,
+    }
+    # Only a feed-forward network can have a residual.
+    return found | ({"conversion_residual": config.conversion_residual} if config.conversion == "ffn" else {})
 
 
 def _check_images(config: TrainConfig, model: MatchingModel, data: PrecomputedDataset) -> None:

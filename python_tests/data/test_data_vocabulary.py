@@ -145,6 +145,13 @@ def test_a_relative_data_directory_is_resolved(tmp_path, monkeypatch):
     assert find_vocabulary(".") == path
 
 
+def test_a_folder_that_a_path_only_passes_is_not_searched(tmp_path, monkeypatch):
+    (tmp_path / "data" / "f30k_precomp").mkdir(parents=True)
+    write(tmp_path / "project" / "vocab" / "f30k_precomp_vocab.json", numbered(SPECIAL))
+    monkeypatch.chdir(tmp_path / "project")
+    assert find_vocabulary("../data/f30k_precomp") is None
+
+
 def test_a_vocabulary_beside_a_link_to_the_data_is_found(tmp_path):
     target, data = tmp_path / "disk" / "features", tmp_path / "project" / "data"
     target.mkdir(parents=True)

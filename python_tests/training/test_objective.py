@@ -40,6 +40,13 @@ LOSSES: tuple[dict[str, Any], ...] = (
 )
 
 
+# Boosting losses without a gradient at equal scores, and the form in which they have none.
+TWINS = [
+    *({"boosting": name} for name in ("soft_rank", "rkd", "dml", "dino")),
+    *({"boosting": name, "boosting_form": "code"} for name in ("rkd", "dml", "dino_inverse")),
+]
+
+
 def by_loops(scores: torch.Tensor, positives: torch.Tensor, **options: Any) -> float:
     loss = options.pop("loss", "triplet")
     if options.pop("mean_loss", False):
@@ -92,14 +99,19 @@ def test_the_choices_are_those_of_the_operator() -> None:
         ({"mining": "selective", "epsilon": -1}, "epsilon: expected a number at least 0, got -1"),
         ({"model": "clip", "clip": "c", "scenario": "ncr"},
          "clip: expected none with the scenario ncr: all networks would start from the same weights"),
-        *(({"model": "clip", "clip": "c", "scenario": "oss", "boosting": boosting},
-           f"clip: expected none with the boosting {boosting}: all networks would start from the same weights")
-          for boosting in ("soft_rank", "rkd", "dml", "dino", "dino_inverse")),
+        *(({"model": "clip", "clip": "c", "scenario": "oss", **options},
+           f"clip: expected none with the boosting {options['boosting']}: all networks would start from the same "
+           "weights")
+          for options in TWINS),
+        ({"start": "s", "scenario": "oss", "branches": 3, "boosting_mining": "all"},
+         "boosting_mining: expected hardest with start and 3 branches: from the same weights, branches with all "
+         "negatives stay equal"),
         *(({"scenario": scenario, "loss_options": {"directions": "rows"}},
            f"loss_options: expected none with the {scenario}, which has losses of its own")
           for scenario in ("aoq", "ncr", "meta_spn")),
         ({"conversions": 2, "loss_options": {"directions": "rows"}},
-         "loss_options: expected none with the realignment of conversions, which has losses of its own"),
+         "loss_options: expected none with the realignment of several conversions, whose loss over other batches "
+         "has no such options"),
         ({"start": "s", "scenario": "ncr"},
          "start: expected none with the scenario ncr: all networks would start from the same weights"),
         ({"start": "s", "scenario": "oss", "boosting": "rkd"},

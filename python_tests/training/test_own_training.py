@@ -409,6 +409,12 @@ class Mute(Matcher):
 BUILT_IN = models.create("vsepp", vocab_size=7, feature_dim=3, embed_dim=4, word_dim=2)
 
 
+def with_plain_backbone() -> models.MatchingModel:
+    model = models.create("vsepp", vocab_size=7, feature_dim=3, embed_dim=4, word_dim=2)
+    model.get_submodule("image_encoder").backbone = torch.nn.Linear(3, 3)
+    return model
+
+
 def broken(**changes: object) -> Stripes:
     data = Stripes(60, 1)
     for name, value in changes.items():
@@ -430,6 +436,10 @@ def broken(**changes: object) -> Stripes:
         (
             {"model": BUILT_IN, "loss": None}, {"image_checkpointing": True}, ValueError,
             "image_checkpointing: the vsepp to train has no image_encoder.backbone",
+        ),
+        (
+            {"model": with_plain_backbone(), "loss": None}, {"image_checkpointing": True}, ValueError,
+            "image_checkpointing: a Linear cannot compute its layers again; turn it off",
         ),
         ({"model": None}, {}, ValueError, "model: expected a module to train with train_data and validation_data"),
         ({"train_data": object()}, {}, TypeError, "train data: object has no n_images"),

@@ -18,6 +18,7 @@ from itm_fast.training import trainer as trainer_module
 from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.run_folder import saved_config
+from python_tests.helpers.commands import SMALL, error, output
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import config, run, same, stop_at, weights
 
@@ -201,6 +202,17 @@ def test_a_run_of_one_epoch_continues_with_its_default_warm_up(data: Path, tmp_p
     assert saved_config(tmp_path / "run").warmup_epochs == 0
     with pytest.raises(ValueError, match="holds a run with warmup_epochs = 0, not 2"):
         run(attrs.evolve(more, epochs=3, warmup_epochs=2), resume=True)
+
+
+def test_the_command_line_does_not_ignore_a_warm_up_that_equals_its_default(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--data", data, "--out", tmp_path / "run", *SMALL[:-2]]
+    output(capsys, *arguments, "--epochs", 1)
+    status, message = error(capsys, *arguments, "--resume", "--epochs", 2, "--warmup-epochs", 1)
+    assert status == 1
+    assert message.startswith(f"{tmp_path / 'run'}: holds a run with warmup_epochs = 0, not 1;")
+    output(capsys, *arguments, "--resume", "--epochs", 2)
 
 
 def test_a_run_that_ends_where_it_was_stopped_is_validated(

@@ -13,6 +13,7 @@ from itm_fast import cli, models
 from itm_fast.data import Vocabulary
 from itm_fast.training import TrainConfig, train
 from itm_fast.training.fdf.cross_model import realign
+from itm_fast.training.start import recipe_for_start
 from python_tests.helpers.bert import write_bert
 from python_tests.helpers.commands import SMALL, error, output
 from python_tests.helpers.pictures import write_captions, write_encoder, write_pictures
@@ -104,12 +105,31 @@ def test_a_resumed_run_needs_the_same_settings_of_the_trained_model(
     (other / "config.json").write_text(text.replace('"t2i"', '"i2t"'))
     with pytest.raises(ValueError, match=r"config\.json of the model to start from"):
         run(attrs.evolve(settings, start=str(other)), resume=True)
+    other = shutil.copytree(trained, tmp_path / "other words")
+    words = Vocabulary.from_file(trained / "vocab.json").words
+    Vocabulary([*words[:-2], words[-1], words[-2]]).save(other / "vocab.json")
+    with pytest.raises(ValueError, match=r"^start: the vocabulary of .* is not that of the run"):
+        run(attrs.evolve(settings, start=str(other)), resume=True)
 
 
 def test_all_branches_start_from_the_trained_model(data: Path, tmp_path: Path, trained: Path) -> None:
     scenario = make_trainer(from_start(data, tmp_path / "run", trained, scenario="oss", branches=3)).stepper.scenario
     before = models.load(trained).state_dict()
     assert [same(branch.model.state_dict(), before) for branch in scenario.branches] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("boosting", "form"), [("dino_inverse", "paper"), ("soft_rank", "code"), ("relative", "paper")]
+)
+def test_branches_with_a_common_start_part(data: Path, tmp_path: Path, trained: Path, boosting: str, form: str) -> None:
+    """These losses have a gradient where the scores of both branches are equal."""
+    trainer = make_trainer(
+        from_start(data, tmp_path / "run", trained, scenario="oss", boosting=boosting, boosting_form=form)
+    )
+    (tmp_path / "run").mkdir()
+    trainer.run()
+    first, second = (branch.model.state_dict() for branch in trainer.stepper.scenario.branches)
+    assert max(float((first[name].double() - second[name].double()).abs().max()) for name in first) > 1e-4
 
 
 @pytest.mark.parametrize(("expected", "changes"), [(0, {}), (1, {"conversions": 2}), (1, {"warmup_epochs": 1})])
@@ -203,6 +223,23 @@ def test_settings_of_the_model_in_a_recipe_do_not_count(
     assert "lr_decay_every: 15" in (tmp_path / "run" / "train.yaml").read_text()
 
 
+def test_conversions_of_a_recipe_are_those_of_the_trained_model(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe has eight conversions without residual. A resumed run may name it without the model to start from."""
+    first, out = tmp_path / "first", tmp_path / "run"
+    run(config(data, first, epochs=1, conversions=2))
+    arguments = ["train", "--recipe", "fdf-scan-f30k", "--data", data, "--out", out, "--epochs", 1, "--batch-size", 32]
+    output(capsys, *arguments, "--start", first)
+    assert models.load(out).config == models.load(first).config
+    output(capsys, *arguments, "--resume")
+
+
+def test_the_class_token_of_a_recipe_is_that_of_the_trained_model(trained: Path) -> None:
+    recipe = {"model": "laps", "image_class_token": True, "model_options": {"embed_dim": 512}, "lr": 0.1}
+    assert recipe_for_start(recipe, str(trained)) == {"model": "laps", "lr": 0.1}
+
+
 def test_a_model_that_is_passed_has_its_own_weights(data: Path, tmp_path: Path, trained: Path) -> None:
     with pytest.raises(ValueError, match="start: expected none with your own model"):
         train(from_start(data, tmp_path / "run", trained), model=models.load(trained))
@@ -218,6 +255,20 @@ def test_a_model_of_a_fixed_number_of_regions_takes_no_images_with_fewer(data: P
     expected = rf"start: the model in .* reads {regions[0].shape[1]} regions in each image, but .* has"
     with pytest.raises(ValueError, match=expected):
         make_trainer(from_start(fewer, tmp_path / "run", tmp_path / "sgraf", model="sgraf"))
+
+
+def test_all_splits_need_the_number_of_regions_that_the_model_has(data: Path, tmp_path: Path) -> None:
+    fewer = shutil.copytree(data, tmp_path / "fewer")
+    regions = np.load(fewer / "dev_ims.npy")
+    n_images, width = regions.shape[0], regions.shape[1]
+    np.save(fewer / "dev_ims.npy", regions[:, 1:])
+    (fewer / "dev_regions.txt").write_text(f"{width - 1}\n" * n_images)
+    message = f"^model: sgraf needs {width} regions in each image, but split dev has {width - 1}$"
+    with pytest.raises(ValueError, match=message):
+        run(config(fewer, tmp_path / "run", model="sgraf"))
+    (fewer / "dev_regions.txt").write_text(f"{width - 1}\n" * (n_images - 1) + "1\n")
+    with pytest.raises(ValueError, match=f"split dev has 1 to {width - 1}$"):
+        run(config(fewer, tmp_path / "run", model="sgraf"))
 
 
 def test_realignment_takes_no_models_with_a_common_start(data: Path, tmp_path: Path, trained: Path) -> None:
@@ -237,6 +288,7 @@ def test_rejected_input(data: Path, tmp_path: Path, trained: Path, capsys: pytes
     (bare / "vocab.json").unlink()
     for folder, more, expected in (
         (trained, ["--model", "bfan"], f"start: {trained} contains the model scan, but bfan is trained"),
+        (trained, ["--vocab", tmp_path / "none.json"], f"{tmp_path / 'none.json'}: no such vocabulary file"),
         (trained, ["--vocab", tmp_path / "other.json"], "vocab: expected that of the model to start from"),
         (unmasked, ["--text-augmentation", "0.2"], f"text_augmentation: the vocabulary of {unmasked} has no <mask>"),
         (trained, ["--model-option", "embed_dim=32"], f"start: {trained}: "),
