@@ -69,11 +69,13 @@ def pack_command(
     ] = None,
     vocab: Annotated[Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: as in train.")] = None,
     min_count: Annotated[
-        int,
+        int | None,
         typer.Option(
-            metavar="N", min=1, help="Minimum occurrences of a word in a vocabulary built from train_caps.txt."
+            metavar="N",
+            min=1,
+            help="Minimum occurrences of a word in a vocabulary built from train_caps.txt. Default: 4.",
         ),
-    ] = 4,
+    ] = None,
 ) -> None:
     """Pack a data folder into a feature store: checksummed feature shards and tokenised captions.
 
@@ -81,9 +83,18 @@ def pack_command(
     again to continue an interrupted one.
     """
     from itm_fast.data.pack import pack
+    from itm_fast.data.vocabulary import MIN_COUNT, check_min_count, find_vocabulary
 
+    if min_count is not None:
+        check_min_count(min_count, vocab or find_vocabulary(data))
     manifest = pack(
-        data, out, dtype=dtype.value, splits=split or (), vocabulary_file=vocab, min_count=min_count, progress=True
+        data,
+        out,
+        dtype=dtype.value,
+        splits=split or (),
+        vocabulary_file=vocab,
+        min_count=min_count or MIN_COUNT,
+        progress=True,
     )
     for record in manifest.splits:
         size = sum(shard.bytes for shard in record.shards)

@@ -128,8 +128,13 @@ def import_command(
         ),
     ] = None,
     min_count: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Minimum occurrences of a word in a vocabulary that is built.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Minimum occurrences of a word in a vocabulary that is built. Default: 4.",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -164,6 +169,7 @@ def import_command(
     from itm_fast.data.picture_folder import collect
     from itm_fast.data.preprocessing import KeptProportions, Preprocessing
     from itm_fast.data.store_format import BOXED_SIDE, PICTURES_FOLDER
+    from itm_fast.data.vocabulary import MIN_COUNT, check_min_count
     from itm_fast.files import atomic, processors
     from itm_fast.files.processors import device_of
     from itm_fast.models.detector_folder import is_detector_folder, load_detector
@@ -172,6 +178,8 @@ def import_command(
     processes = min(processors.available(), 16) if workers is None else workers
     processors.check_count("workers", processes)
     check_target(out)
+    if min_count is not None:
+        check_min_count(min_count, vocab)
     words = None if vocab is None else _vocabulary(vocab)
     shares = _shares(split)
     where = device_of(device)
@@ -201,7 +209,9 @@ def import_command(
         several = "s" * (len(found.duplicates) > 1)
         _list(f"pair{several} of near-identical pictures in different splits (full list after the import: "
               f"{out / DUPLICATES})", found.duplicates)  # fmt: skip
-    common: dict[str, Any] = {"vocabulary": words, "min_count": min_count, "workers": processes, "progress": True}
+    common: dict[str, Any] = {
+        "vocabulary": words, "min_count": min_count or MIN_COUNT, "workers": processes, "progress": True,
+    }  # fmt: skip
     compressed: dict[str, Any] = {**common, "dtype": picture_format.value, "quality": quality}
     scaling: Preprocessing | KeptProportions | None = None
     if detector is not None:

@@ -75,7 +75,7 @@ class BertVocabulary(Vocabulary):
         for name, known in (("strip_accents", (None, lowercase)), ("tokenize_chinese_chars", (None, True))):
             if settings.get(name) not in known:
                 raise ValueError(f"{beside}: {name}: expected {shown(known[1])}, got {shown(settings[name])}")
-        lines = documents.read_text(path, MAX_BYTES).replace("\r\n", "\n").split("\n")
+        lines = documents.read_text(path, MAX_BYTES, "utf-8-sig").replace("\r\n", "\n").split("\n")
         try:
             return cls(lines[:-1] if lines[-1] == "" else lines, lowercase=lowercase)
         except ValueError as error:

@@ -85,11 +85,11 @@ def _table(path: Path) -> Iterator[_Found]:
     header = text.partition("\n")[0]
     # Some published files end in .csv and separate with semicolons or bars.
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;|\t", key=header.count)
-    # Bars separate captions of Flickr30k, which are not quoted, but may contain quotation marks.
-    quoted: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter == "|" else {}
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True, **quoted)
+    # Captions of Flickr30k, separated by bars, are not quoted, and those of .tsv files rarely are.
+    plain: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter in "|\t" else {}
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True, **plain)
     try:
-        columns = [name.strip().lower() for name in next(lines, [])]
+        columns = [_unquoted(name).strip().lower() for name in next(lines, [])]
         repeated = next((name for name in columns if columns.count(name) > 1), None)
         if repeated is not None:
             raise ValueError(f"{path}: line 1: the column {shown(repeated)} appears twice")
@@ -98,15 +98,24 @@ def _table(path: Path) -> Iterator[_Found]:
             if cells:
                 place = f"line {lines.line_num}"
                 if len(cells) == len(columns):
+                    if delimiter == "\t":
+                        cells = list(map(_unquoted, cells))
                     row = dict(zip(columns, cells, strict=True))
                     yield place, row[image], row[caption], row.get(_SPLIT)
                 else:
-                    quote = len(cells) > len(columns) and not quoted
+                    quote = len(cells) > len(columns) and not plain
                     advice = f"; put captions with {delimiter!r} in quotation marks" if quote else ""
                     found = f"expected {len(columns)} cells as in line 1, got {len(cells)}{advice}"
                     yield place, ValueError(found), None, None
     except csv.Error as error:
         raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
+
+
+def _unquoted(cell: str) -> str:
+    """Return the text of a cell that a program has put in quotation marks as a whole."""
+    inner = cell[1:-1]
+    is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner.replace('""', "")
+    return inner.replace('""', '"') if is_quoted else cell
 
 
 def _first(names: tuple[str, ...], present: Any, expected: str) -> str:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from itm_fast.data import layout
 from itm_fast.data.check_split import MAX_PLACES, Problem, SplitCheck, SplitSummary, without_path
+from itm_fast.data.store_format import check_finished
 from itm_fast.data.vocabulary import MAX_RARE_SHARE, MAX_UNKNOWN_SHARE, MIN_COUNT, Vocabulary, find_vocabulary
 from itm_fast.files import regular
 
@@ -65,10 +66,12 @@ def check_folder(
         progress: show a progress bar on a terminal.
 
     Raises:
-        ValueError: the folder or the vocabulary file does not exist. The report contains all other problems.
+        ValueError: the folder or the vocabulary file does not exist, or the folder is an unfinished feature store. The
+            report contains all other problems.
     """
     folder = Path(directory)
     layout.check_directory(folder)
+    check_finished(folder)
     if vocabulary_file is not None and not regular.is_file(vocabulary_file):
         raise ValueError(f"{vocabulary_file}: no such vocabulary file")
     for name in splits:
@@ -99,7 +102,7 @@ def check_folder(
 
 def _splits_of(folder: Path) -> list[str]:
     suffixes = ("_ims.npy", "_caps.txt")
-    return sorted({path.name.removesuffix(end) for end in suffixes for path in folder.glob(f"*{end}")})
+    return sorted({path.name.removesuffix(end) for end in suffixes for path in folder.glob(f"[!.]*{end}")})
 
 
 def _vocabulary(

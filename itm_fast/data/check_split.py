@@ -225,12 +225,12 @@ class SplitCheck:
         for start in range(0, shape[0], block):
             # A new map for each block: the pages of a lasting map would count as memory of this process.
             rows = layout.open_features(self._path("ims.npy"))[start : start + block]
+            there = np.arange(shape[1]) < counts[start : start + block, None]
             # A signalling NaN would otherwise add a warning of NumPy to the report.
             with np.errstate(over="ignore", invalid="ignore"):
-                finite = np.isfinite(rows.astype(np.float32)).all(axis=(1, 2))
+                finite = np.isfinite(rows.astype(np.float32)).all(axis=2)
                 zero = ~rows.any(axis=2)
-            not_finite += (start + np.flatnonzero(~finite)).tolist()
-            there = np.arange(shape[1]) < counts[start : start + block, None]
+            not_finite += (start + np.flatnonzero((there & ~finite).any(axis=1))).tolist()
             padded = (there & zero).sum(axis=1)
             zeros += [(start + row, padded[row]) for row in np.flatnonzero(padded).tolist()]
             if stride > 1:

@@ -85,9 +85,13 @@ def check_store(
 
                 _check(path, problems, compare)
     pictures = folder / store_format.PICTURES_FOLDER
-    if store_format.is_store(pictures):
-        inner = check_store(pictures, splits, progress=progress).problems
-        problems += [attrs.evolve(one, file=f"{pictures.name}/{one.file}") for one in inner]
+    try:
+        store_format.check_finished(pictures)
+        if store_format.is_store(pictures):
+            inner = check_store(pictures, splits, progress=progress).problems
+            problems += [attrs.evolve(one, file=f"{pictures.name}/{one.file}") for one in inner]
+    except ValueError as error:
+        problems.append(Problem(pictures.name, without_path(error, pictures)))
     return StoreReport(str(folder), manifest.dtype, chosen, boxes, problems)
 
 

@@ -41,7 +41,8 @@ def split_path(directory: str | os.PathLike[str], split: str, suffix: str) -> Pa
 
 def available_splits(directory: str | os.PathLike[str]) -> list[str]:
     """List the splits that have features and captions in `directory`, sorted."""
-    splits = (path.name.removesuffix("_ims.npy") for path in Path(directory).glob("*_ims.npy"))
+    # macOS writes files such as ._train_ims.npy beside others.
+    splits = (path.name.removesuffix("_ims.npy") for path in Path(directory).glob("[!.]*_ims.npy"))
     return sorted(split for split in splits if regular.is_present(split_path(directory, split, "caps.txt")))
 
 

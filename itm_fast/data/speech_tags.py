@@ -31,7 +31,7 @@ def read_speech_tags(path: str | os.PathLike[str], dataset: CaptionDataset) -> l
         ValueError: the file has another number of lines than the split has captions, or a line another number of tags
             than the caption has words. The message names the line.
     """
-    text = read_text(path, _MAX_BYTES)
+    text = read_text(path, _MAX_BYTES, "utf-8-sig")
     # Only "\n" and "\r\n" end a line: str.splitlines() also splits at other separators.
     lines = [line.split() for line in text.removesuffix("\n").split("\n")] if text else []
     if len(lines) != len(dataset):

@@ -24,7 +24,6 @@ from itm_fast.data.reader import BufferPool, ShardReader, default_threads
 from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
 from itm_fast.data.store_index import check_token_ids, texts
 from itm_fast.data.vocabulary import Vocabulary
-from itm_fast.files import regular
 from itm_fast.files.messages import shown
 from itm_fast.files.processors import check_count
 from itm_fast.fragments import Fragments
@@ -37,10 +36,8 @@ _LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp3
 
 def check_data(directory: str | os.PathLike[str], split: str) -> None:
     """Raise ValueError if a data folder or feature store lacks a split."""
+    store_format.check_finished(directory)
     if not store_format.is_store(directory):
-        unfinished = regular.is_present(Path(directory) / store_format.UNFINISHED)
-        if unfinished or (Path(directory) / store_format.DETECTIONS).is_dir():
-            raise ValueError(f"{directory}: an unfinished store; finish it with the same itm-fast data command")
         layout.check_split(directory, split)
         return
     manifest = store_format.read_manifest(directory)

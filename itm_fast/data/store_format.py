@@ -1,7 +1,7 @@
 """The files of a feature store, its manifest, and the checks when a store is opened.
 
-Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `PICTURES`, `is_store`, `read_manifest`, `write_manifest`,
-`check_types`, `shard_header`, `check_shard`, `read_index`, `vocabulary_digest`.
+Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `PICTURES`, `is_store`, `check_finished`, `read_manifest`,
+`write_manifest`, `check_types`, `shard_header`, `check_shard`, `read_index`, `vocabulary_digest`.
 
 STORE/store.json                     the manifest, written last: a folder without it is not a store
 STORE/vocab.json                     the vocabulary of the token ids
@@ -123,6 +123,13 @@ class Manifest:
 def is_store(directory: str | os.PathLike[str]) -> bool:
     """Return whether a folder is a finished feature store."""
     return regular.is_present(Path(directory) / MANIFEST)
+
+
+def check_finished(directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a folder is a feature store that is not finished."""
+    folder = Path(directory)
+    if not is_store(folder) and (regular.is_present(folder / UNFINISHED) or (folder / DETECTIONS).is_dir()):
+        raise ValueError(f"{directory}: an unfinished store; finish it with the same itm-fast data command")
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:

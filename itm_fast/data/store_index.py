@@ -64,8 +64,8 @@ def check_index(path: Path, arrays: Mapping[str, np.ndarray], split: Split) -> N
     for name, size in sizes.items():
         _check_type(path, name, arrays.get(name), size)
     limits = {"token_ids": (0, 2**31 - 1), "caption_image": (0, split.images - 1), "region_counts": (1, split.regions)}
-    # A caption has at least <start> and <end>.
-    limits |= {name: (2 * (name == "caption_lengths"), len(arrays.get(whole, ()))) for name, whole in _PARTS.items()}
+    # A caption has at least <end>.
+    limits |= {name: (int(name == "caption_lengths"), len(arrays.get(whole, ()))) for name, whole in _PARTS.items()}
     for name in filter(limits.__contains__, sizes):
         least, most = limits[name]
         if len(array := arrays[name]) and not (least <= array.min() and array.max() <= most):
@@ -87,18 +87,19 @@ def check_token_ids(path: Path, arrays: Mapping[str, np.ndarray], vocabulary: Vo
     """Check that the token ids of a checked index are those of captions in a vocabulary.
 
     Raises:
-        ValueError: an id is not in the vocabulary, or a caption does not begin with `<start>` and end with `<end>`.
+        ValueError: an id is not in the vocabulary, or a caption has not the marks of the vocabulary, such as `<start>`
+            and `<end>`.
     """
     token_ids, ends = arrays["token_ids"], np.cumsum(arrays["caption_lengths"])
     if len(token_ids) and (largest := token_ids.max()) >= len(vocabulary):
         raise ValueError(f"{path}: token_ids: expected values from 0 to {len(vocabulary) - 1}, got {largest}")
     starts = ends - arrays["caption_lengths"]
-    wrong = np.flatnonzero((token_ids[starts] != vocabulary.start) | (token_ids[ends - 1] != vocabulary.end))
-    if len(wrong):
-        raise ValueError(
-            f"{path}: caption_lengths: caption {wrong[0]} does not begin with {vocabulary.words[vocabulary.start]} and "
-            f"end with {vocabulary.words[vocabulary.end]}"
-        )
+    wrong, expected = token_ids[ends - 1] != vocabulary.end, f"end with {vocabulary.words[vocabulary.end]}"
+    if vocabulary.marks[0]:
+        wrong |= (token_ids[starts] != vocabulary.start) | (starts == ends - 1)
+        expected = f"begin with {vocabulary.words[vocabulary.start]} and {expected}"
+    if wrong.any():
+        raise ValueError(f"{path}: caption_lengths: caption {np.flatnonzero(wrong)[0]} does not {expected}")
 
 
 def check_captions(path: Path, arrays: Mapping[str, np.ndarray], vocabulary: Vocabulary) -> None:

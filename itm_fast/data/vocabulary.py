@@ -215,6 +215,15 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
     return None
 
 
+def check_min_count(min_count: int, path: Path | None) -> None:
+    """Raise ValueError if a given minimum of occurrences has no effect, because `path` contains a vocabulary."""
+    if path is not None:
+        raise ValueError(
+            f"min_count: {min_count} is for a vocabulary that is built from the training captions, but {path} contains "
+            "one already"
+        )
+
+
 def load_vocabulary(
     directory: str | os.PathLike[str],
     vocabulary_file: str | os.PathLike[str] | None = None,

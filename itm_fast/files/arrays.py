@@ -10,6 +10,7 @@ import os
 import struct
 import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -32,7 +33,7 @@ SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
 # The errors that numpy raises for damaged or malicious headers.
 _UNREADABLE = (
     ValueError, EOFError, SyntaxError, TypeError, KeyError, OverflowError, RecursionError, MemoryError,
-    tokenize.TokenError, zipfile.BadZipFile, struct.error, NotImplementedError,
+    tokenize.TokenError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError,
 )  # fmt: skip
 _MAX_HEADER_BYTES = 10_000  # numpy has the same limit, but reads the header before it checks the length.
 # Scores compress by less than this. A file that unpacks to more was made to fill the memory.
@@ -152,7 +153,11 @@ def _open_npz(path: Path, key: str | None) -> Array:
             headers = {}
             for name, entry in entries.items():
                 with archive.open(entry) as member:
-                    found = _header(member)
+                    try:
+                        found = _header(member)
+                    except _UNREADABLE as error:
+                        reason = shortened(str(error)) or "damaged"
+                        raise ValueError(f"{path}: {name}: not a readable array ({reason})") from None
                     if found is not None:
                         headers[name] = (found, member.tell())
             name = _chosen(path, key, {name: header[0] for name, (header, _) in headers.items()})
@@ -178,7 +183,9 @@ def _open_npz(path: Path, key: str | None) -> Array:
             if len(content) < needed - start:
                 raise ValueError(f"{path}: truncated: {name} ends early")
             return np.frombuffer(content, dtype).reshape(shape, order=order)
-    except (zipfile.BadZipFile, EOFError, OverflowError, struct.error, NotImplementedError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile, zlib.error, EOFError, OverflowError, struct.error, NotImplementedError, RuntimeError,
+    ) as error:  # fmt: skip
         raise ValueError(f"{path}: not a readable .npz archive ({shortened(str(error)) or 'damaged'})") from None
 
 

@@ -18,7 +18,7 @@ from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
 from itm_fast.data.tokenizer_vocabulary import TOKENIZER_FILE
-from itm_fast.data.vocabulary import MAX_UNKNOWN_SHARE
+from itm_fast.data.vocabulary import MAX_UNKNOWN_SHARE, check_min_count
 from itm_fast.distributed import World, joined
 from itm_fast.evaluation import Gallery
 from itm_fast.files import regular
@@ -196,11 +196,8 @@ def load_data(
     check_data(config.data, "train")
     path = vocabulary_path(config, resume=resume)
     default = settings.fields_of(TrainConfig)["min_count"].default
-    if path is not None and not resume and config.min_count != default:
-        raise ValueError(
-            f"min_count: {config.min_count} is for a vocabulary that is built from the training captions, but {path} "
-            "holds one already"
-        )
+    if not resume and config.min_count != default:
+        check_min_count(config.min_count, path)
     if config.clip is not None and path == Path(config.clip) / TOKENIZER_FILE:
         vocabulary: Vocabulary = read_clip_tokenizer(config.clip)
     else:

@@ -55,6 +55,19 @@ def test_captions_between_bars_may_contain_quotation_marks_and_commas(tmp_path: 
     assert problems == []
 
 
+def test_captions_between_tabs_may_contain_quotation_marks(tmp_path: Path) -> None:
+    """Marks around a whole cell are those of the program that wrote it."""
+    texts = {
+        '"hello there': '"hello there', 'good bye"': 'good bye"', '"the office" cast': '"the office" cast',
+        '"a ""red"" thing"': 'a "red" thing', '"red" and "blue"': '"red" and "blue"', '"plain"': "plain",
+    }  # fmt: skip
+    path = tmp_path / "captions.tsv"
+    path.write_text('"image"\tcaption\n' + "".join(f"a.jpg\t{text}\n" for text in texts))
+    rows, problems = read_caption_file(path)
+    assert [row.caption for row in rows] == list(texts.values())
+    assert problems == []
+
+
 def test_a_line_may_have_several_captions(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"image": "a.png", "captions": ["one", "two\\n lines"]}\n')
     rows, _ = read_caption_file(tmp_path / "a.jsonl")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from itm_fast import cli
-from itm_fast.data import BertVocabulary, Vocabulary, check, check_split, emoji, open_split
+from itm_fast.data import BertVocabulary, Vocabulary, check, check_split, emoji, open_split, pack
 from itm_fast.data.check import Problem, check_folder
 from itm_fast.training import TrainConfig
 from itm_fast.training.run import load_data
@@ -250,6 +250,22 @@ def test_values_beyond_float32_are_not_finite(folder: Path) -> None:
     images[2, 0, 0] = 1e39
     np.save(folder / "train_ims.npy", images)
     assert problems(folder) == [Problem("train_ims.npy", "values that are not finite in float32", 1, ("row 2",))]
+
+
+def test_padding_may_hold_any_values(folder: Path) -> None:
+    features = np.load(folder / "train_ims.npy")
+    features[:, -1] = np.nan
+    np.save(folder / "train_ims.npy", features)
+    assert [problem.what for problem in problems(folder)] == ["values that are not finite in float32"]
+    (folder / "train_regions.txt").write_text(f"{features.shape[1] - 1}\n" * len(features))
+    assert problems(folder) == []
+
+
+def test_companion_files_of_macos_are_no_split(folder: Path, tmp_path: Path) -> None:
+    for name in ("._train_ims.npy", "._train_caps.txt"):
+        (folder / name).write_bytes(b"\0\5\x16\7\xff")
+    assert problems(folder) == []
+    assert [split.name for split in pack(folder, tmp_path / "store").splits] == ["dev", "test", "train"]
 
 
 def test_signalling_nans_are_problems_and_no_warnings(folder: Path) -> None:

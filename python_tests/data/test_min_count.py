@@ -83,7 +83,15 @@ def test_min_count_is_refused_with_an_existing_vocabulary(
     command = ["train", "--data", rare, "--out", tmp_path / "run", *SMALL]
     assert error(capsys, *command, "--min-count", "2") == (
         1,
-        f"min_count: 2 is for a vocabulary that is built from the training captions, but {own} holds one already",
+        f"min_count: 2 is for a vocabulary that is built from the training captions, but {own} contains one already",
     )
+    given = tmp_path / "given.json"
+    Vocabulary.build(["red ball"], 1).save(given)
+    packing = ["data", "pack", "--data", rare, "--out", tmp_path / "store", "--min-count", "2"]
+    importing = ["data", "import", "--images", rare, "--captions", rare / "c.csv", "--out", tmp_path / "store",
+                 "--min-count", "2", "--vocab", given]  # fmt: skip
+    for arguments, path in ((packing, own), ([*packing, "--vocab", given], given), (importing, given)):
+        status, message = error(capsys, *arguments)
+        assert (status, message.endswith(f"the training captions, but {path} contains one already")) == (1, True)
     assert error(capsys, *command, "--min-count", "0") == (1, "min_count: expected a number at least 1, got 0")
     assert not (tmp_path / "run").exists()

@@ -82,9 +82,9 @@ def add(name: str, *changes: tuple[int, int]) -> Callable[[Arrays], None]:
         (put("token_ids", 3, -1), "token_ids: expected values from 0 to 2147483647, got -1 to 16"),
         (
             add("caption_lengths", (0, 800_000_000), (1, -800_000_000)),
-            "caption_lengths: expected values from 2 to 226, got -799999994 to 800000005",
+            "caption_lengths: expected values from 1 to 226, got -799999994 to 800000005",
         ),
-        (put("caption_lengths", 0, 0), "caption_lengths: expected values from 2 to 226, got 0 to 8"),
+        (put("caption_lengths", 0, 0), "caption_lengths: expected values from 1 to 226, got 0 to 8"),
         (put("caption_lengths", 0, 6), "caption_lengths: expected a sum of 226, the length of token_ids, got 227"),
         (
             add("caption_lengths", (0, 1), (1, -1)),

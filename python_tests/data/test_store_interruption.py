@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 
 from itm_fast.data import PrecomputedDataset, digests, pack, store_format
-from itm_fast.data.store_format import ShardRecord
+from itm_fast.data.check import Problem
+from itm_fast.data.check_store import check_store
+from itm_fast.data.store_format import MANIFEST, PICTURES_FOLDER, UNFINISHED, ShardRecord
 from itm_fast.files import atomic, lock
 from python_tests.data.test_store import write_data
 from python_tests.helpers.commands import error
@@ -69,6 +72,23 @@ def test_packing_stopped_after_any_file_can_continue(
         assert contents(store) == expected
         for path, modified in before.items():
             assert (path.stat().st_mtime_ns == modified) == (path.name in noted)
+
+
+def test_a_check_names_what_is_unfinished(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A store, or the pictures of a finished one."""
+    store, message = tmp_path / "store", "an unfinished store; finish it with the same itm-fast data command"
+    pack(data, store)
+    pictures = store / PICTURES_FOLDER
+    pictures.mkdir()
+    (pictures / UNFINISHED).write_text("{}")
+    assert check_store(store).problems == [Problem("pictures", message)]
+    (pictures / MANIFEST).write_text("{")
+    (problem,) = check_store(store).problems
+    assert problem.file == "pictures"
+    assert "store.json" in problem.what
+    shutil.rmtree(pictures)
+    (store / MANIFEST).rename(store / UNFINISHED)
+    assert error(capsys, "data", "check", store) == (1, f"{store}: {message}")
 
 
 def test_a_full_disk_is_one_error_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from itm_fast.data import PrecomputedDataset, TextAugmentation, TokenizerVocabulary, Vocabulary
+from itm_fast.data import PrecomputedDataset, TextAugmentation, TokenizerVocabulary, Vocabulary, open_split, pack
+from itm_fast.data.check_store import check_store
 from itm_fast.data.cider import CiderD
 from python_tests.helpers.clip import LONGEST, write_clip
 
@@ -68,6 +70,24 @@ def test_marks_are_the_tokens_around_the_words(folder: Path, data: Path, kind: s
     measure = CiderD(rows, lengths, torch.tensor([0, 1]), vocabulary.marks)
     own, other = measure.scores(torch.tensor([0, 0]), torch.tensor([0, 1])).tolist()
     assert own > other
+
+
+@pytest.mark.parametrize("kind", ["words", "clip", "siglip"])
+def test_a_store_contains_captions_with_the_marks_of_the_vocabulary(
+    folder: Path, data: Path, tmp_path: Path, kind: str
+) -> None:
+    """Also captions without words."""
+    own = shutil.copytree(data, tmp_path / "data")
+    captions = (own / "train_caps.txt").read_text().splitlines()
+    (own / "train_caps.txt").write_text("\n".join(["!!!", *captions[1:], ""]))
+    vocabulary = Vocabulary.build(captions, 1) if kind == "words" else TokenizerVocabulary.from_folder(folder / kind)
+    vocabulary.save(tmp_path / "vocab.json")
+    store = tmp_path / "store"
+    pack(own, store, vocabulary_file=tmp_path / "vocab.json")
+    assert check_store(store).problems == []
+    opened, plain = (open_split(place, "train", vocabulary) for place in (store, own))
+    assert torch.equal(opened.token_ids, plain.token_ids)
+    assert opened.caption_lengths[0] == len(vocabulary.encode("!!!"))
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,12 @@ def refusals(tmp_path: Path) -> dict[str, tuple[Path, dict[str, Any], str]]:
     torch.save({"sims": Evil()}, tmp_path / "evil.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "damaged.npz").write_bytes(b"PK\x03\x04 nothing")
+    np.savez_compressed(tmp_path / "flipped.npz", a=matrix())
+    content = bytearray((tmp_path / "flipped.npz").read_bytes())
+    content[60] ^= 0xFF  # in the compressed header of the array
+    (tmp_path / "flipped.npz").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "cut.npz", "w") as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\x01\x00\x76\x00{'descr'")
     (tmp_path / "damaged.safetensors").write_bytes(b"\x01\0\0\0\0\0\0\0{")
     (tmp_path / "text.csv").write_text("1,2\n")
     short = npy("short", matrix())
@@ -211,6 +218,12 @@ def refusals(tmp_path: Path) -> dict[str, tuple[Path, dict[str, Any], str]]:
         ),
         "damage": (
             tmp_path / "damaged.npz", {}, "damaged.npz: not a readable .npz archive (File is not a zip file)",
+        ),
+        "damage in a compressed array": (
+            tmp_path / "flipped.npz", {}, "flipped.npz: a: not a readable array (",
+        ),
+        "a truncated header in an archive": (
+            tmp_path / "cut.npz", {}, "cut.npz: a: not a readable array (",
         ),
         "a damaged header": (
             tmp_path / "damaged.safetensors", {}, "damaged.safetensors: not a readable safetensors file (",

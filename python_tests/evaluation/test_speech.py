@@ -177,6 +177,6 @@ def test_tags_of_nltk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_is_read_by_words(tmp_path: Path) -> None:
     vocabulary = Vocabulary(["<pad>", "<start>", "<end>", "<unk>", "a", "dog"])
     dataset = CaptionDataset(torch.zeros(1, 1, 3).numpy(), ["A dog", "Dog"], [0, 0], vocabulary)
-    for text in ("DT  NN\nNN\n", "DT\u2028NN\r\nNN", "DT\x85NN\n\x0bNN\r\n"):
+    for text in ("DT  NN\nNN\n", "DT\u2028NN\r\nNN", "DT\x85NN\n\x0bNN\r\n", "\ufeffDT NN\nNN"):
         (tmp_path / "tags.txt").write_bytes(text.encode())
         assert read_speech_tags(tmp_path / "tags.txt", dataset) == [["DT", "NN"], ["NN"]]
