@@ -357,12 +357,13 @@ def test_captions_of_too_many_tokens_are_named_or_left_out(
     lines = [f"{name},red sun" for name in names]
     captions.write_text("\n".join(["image,caption", *lines, f"{names[0]},red boat sun", ""]))
     del arguments[6:8]
-    arguments += ["--size", 8, "--grid", 1]
+    assert arguments[-2:] == ["--min-count", 1]
+    arguments[-2:] = ["--size", 8, "--grid", 1]
     bert, clip = write_bert(tmp_path / "bert"), tmp_path / "clip"
     write_clip(clip)
     # "boat" is two pieces of the BERT.
     for vocab, most, count in ((None, 4, 5), (bert, 5, 6), (bert / "vocab.txt", 5, 6)):
-        given = [] if vocab is None else ["--vocab", vocab]
+        given = ["--min-count", 1] if vocab is None else ["--vocab", vocab]
         assert error(capsys, *arguments, *given, "--max-tokens", most) == (
             1, f"{captions}: line 42: expected at most {most} tokens in a caption, got {count}; --skip-bad leaves such "
             "pictures and captions out and lists them"
