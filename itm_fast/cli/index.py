@@ -169,6 +169,10 @@ def add_command(
     split: Split = "test",
     pictures: Pictures = None,
     checkpoint: Checkpoints = None,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Vision model that encodes --pictures, if it was moved since the build."),
+    ] = None,
     thumbnails: Thumbnails = True,
     threads: Threads = 0,
 ) -> None:
@@ -179,7 +183,7 @@ def add_command(
     set_threads(threads)
     opened = Index.open(index, checkpoint)
     source = source_of(opened.members, checkpoint or [index], data, split, pictures)
-    opened.add(source, thumbnails=thumbnails, progress=True)
+    opened.add(source, encoder=encoder, thumbnails=thumbnails, progress=True)
     _print_sizes(opened)
 
 

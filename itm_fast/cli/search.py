@@ -65,7 +65,7 @@ def search(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Vision model that encodes --image, if it was moved since the build or the index does not name it.",
+            help="Vision model that encodes --image, if it was moved since the build.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per query and line.")] = False,

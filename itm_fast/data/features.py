@@ -30,6 +30,7 @@ class Features(abc.ABC):
         dtype: the stored type.
         in_process: reading needs no worker processes, because it releases the Python lock or only copies memory.
         stretched: the features are pictures that were scaled to squares, whatever their proportions.
+        encoder: the vision model that made the features, as `PictureEncoder.kind`; "" if that is unknown.
     """
 
     shape: tuple[int, int, int]
@@ -38,6 +39,7 @@ class Features(abc.ABC):
     in_process: bool
     keep_bfloat16 = False
     stretched = False
+    encoder = ""
 
     @property
     def batch_dtype(self) -> torch.dtype:

@@ -181,8 +181,10 @@ def _pack(
             if changed is not None:
                 notes.discard(shard.file for shard in records[-1].shards)
                 raise ValueError(f"{changed}: changed while it was packed; remove {target} and pack again")
-    stretched = datasets[0].source.stretched
-    manifest = Manifest(dtype=dtype, vocabulary=words, splits=tuple(records), stretched=stretched)
+    source = datasets[0].source
+    manifest = Manifest(
+        dtype=dtype, vocabulary=words, splits=tuple(records), stretched=source.stretched, encoder=source.encoder
+    )
     store_format.write_manifest(target, manifest)
     notes.path.unlink(missing_ok=True)
     return manifest

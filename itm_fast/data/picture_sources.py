@@ -46,6 +46,9 @@ class Encoder(Protocol):
     @property
     def digest(self) -> str: ...
 
+    @property
+    def kind(self) -> str: ...
+
     def __call__(self, pixels: Tensor) -> Tensor: ...
 
 
@@ -100,7 +103,7 @@ class EncodedPictures(Features):
 
     def __init__(self, pictures: SplitPictures, encoder: Encoder, workers: int) -> None:
         self.shape = (len(pictures.paths), encoder.regions, encoder.width)
-        self.digest = encoder.digest
+        self.digest, self.encoder = encoder.digest, encoder.kind
         self._paths, self._encoder = pictures.paths, encoder
         self._pixels = Decoded(pictures, encoder.preprocessing.picture, workers)
 

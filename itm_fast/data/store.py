@@ -212,6 +212,7 @@ class StoreDataset(PrecomputedDataset):
             features = StoredPictures(self.directory, manifest.dtype, record, manifest.stretched)
         else:
             features = StoreFeatures(self.directory, manifest.dtype, record, counts)
+        features.encoder = manifest.encoder
         if max_images is not None and max_images < record.images:
             kept = caption_image < max_images
             token_ids = token_ids[np.repeat(kept, lengths)]

@@ -109,12 +109,14 @@ class Manifest:
         vocabulary: the digest of the vocabulary.
         splits: the splits.
         stretched: the pictures were scaled to squares, whatever their proportions; otherwise the centre was cropped.
+        encoder: the vision model that made the features, as `PictureEncoder.kind`; "" if there was none.
     """
 
     dtype: str
     vocabulary: str
     splits: tuple[SplitRecord, ...]
     stretched: bool = False
+    encoder: str = ""
 
     def split(self, name: str) -> SplitRecord | None:
         return next((split for split in self.splits if split.name == name), None)
@@ -139,8 +141,9 @@ def vocabulary_digest(vocabulary: Vocabulary) -> str:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     content = {"format_version": FORMAT.newest, **attrs.asdict(manifest)}
-    if not manifest.stretched:  # Earlier versions, which do not know the setting, read these.
-        del content["stretched"]
+    for name in ("stretched", "encoder"):  # Earlier versions, which do not know them, read stores without them.
+        if not content[name]:
+            del content[name]
     atomic.write_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 

@@ -46,10 +46,12 @@ class PictureEncoder:
         pool: "patches": each patch is a region. "class": the class token alone. "mean": the mean of the patches. "7x7":
             the patches averaged to a grid of seven rows and columns.
         digest: identifies the weights and the settings.
+        folder: where the model was read from.
         device: where the model computes.
 
     Attributes:
         preprocessing, digest: the arguments.
+        kind: text that names layer, pool, digest and folder.
         regions, width: regions per picture, and numbers per region.
 
     Raises:
@@ -65,8 +67,10 @@ class PictureEncoder:
         layer: int = -1,
         pool: str = "patches",
         digest: str = "",
+        folder: str = "",
         device: torch.device | str = "cpu",
     ) -> None:
+        self.kind = f"encoder {layer} {pool} {digest} {folder}"
         self.preprocessing, self.device, self.digest = preprocessing, torch.device(device), digest
         self._model, self._special, self._layer = model.to(self.device), special_tokens, layer
         self._pool = pool
@@ -208,6 +212,7 @@ def load_picture_encoder(
             layer=layer,
             pool=pool,
             digest=digest.hexdigest(),
+            folder=str(Path(folder).resolve()),
             device=device,
         )
     except ValueError as error:

@@ -6,6 +6,7 @@ Inside: `build`, `add`, `delete`, `compact`, `update`.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tqdm.auto import tqdm
 
 from itm_fast.data import CaptionDataset
 from itm_fast.files.messages import shown
+from itm_fast.search.encoders import check_same_encoder, moved
 from itm_fast.search.learning import learned_pooling
 from itm_fast.search.manifest import (
     POOLINGS,
@@ -76,8 +78,10 @@ def build(
         if earlier is not None and not overwrite:
             raise ValueError(f"{path}: contains an index; --overwrite replaces it")
         remove_strays(path, set() if earlier is None else earlier.files())
+        own = kind_of(source) if isinstance(source, CaptionDataset) else ""
         if preprocessing is None:
-            preprocessing = kind_of(source) if isinstance(source, CaptionDataset) else ""
+            preprocessing = own
+        check_same_encoder(own, preprocessing)
         check_texts(members.checkpoints, preprocessing)
         pool, weights = Pooling([None] * len(members.models)), None
         if pooling == "learned" and data is not None:
@@ -140,6 +144,7 @@ def add(
     *,
     ids: Sequence[str] | None,
     captions: Sequence[str] | None,
+    encoder: str | os.PathLike[str] | None,
     thumbnails: bool,
     batch_size: int,
     progress: bool,
@@ -152,7 +157,10 @@ def add(
         snapshot = Snapshot(path, manifest)
         taken = {side: snapshot.sides[side].ids for side in SIDES}
         builder = Builder(path, snapshot.pooling, manifest.dtype)
-        _fill(builder, members, source, taken, ids, captions, manifest.pictures, thumbnails, batch_size, progress)
+        kind = manifest.pictures if encoder is None else moved(manifest.pictures, encoder)
+        if isinstance(source, CaptionDataset):
+            check_same_encoder(kind_of(source), kind)
+        _fill(builder, members, source, taken, ids, captions, kind, thumbnails, batch_size, progress)
         kept: list[SegmentRecord] = []
         for side in SIDES:
             own = [one for one in manifest.segments if one.side == side]

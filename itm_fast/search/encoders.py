@@ -1,6 +1,6 @@
 """Encode pictures with a separate vision model, as `data import --encoder` does.
 
-Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `moved`, `preprocessing_of`.
+Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `check_same_encoder`, `moved`, `preprocessing_of`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from itm_fast.data.preprocessing import Preprocessing
+from itm_fast.files.messages import shown
 from itm_fast.models.vision_folder import PictureEncoder, load_picture_encoder
 
-__all__ = ["EncoderError", "encoded", "encoder_kind", "is_encoder_kind", "moved", "preprocessing_of"]
+__all__ = [
+    "EncoderError", "check_same_encoder", "encoded", "encoder_kind", "is_encoder_kind", "moved", "preprocessing_of",
+]  # fmt: skip
 
 # Layer, pool and digest of an encoder, and its folder.
 _KIND = re.compile(r"encoder (-?\d{1,4}) ([\w-]{1,20}) ([0-9a-f]{64}) (.+)", re.DOTALL)
@@ -45,8 +48,7 @@ def encoder_kind(folder: str | os.PathLike[str], layer: int = -1, pool: str = "p
     Raises:
         ValueError: the folder holds no vision model, or `layer` or `pool` does not fit it.
     """
-    place = str(Path(folder).resolve())
-    return f"encoder {layer} {pool} {_loaded(place, layer, pool).digest} {place}"
+    return _loaded(str(Path(folder).resolve()), layer, pool).kind
 
 
 def is_encoder_kind(kind: str) -> bool:
@@ -54,11 +56,27 @@ def is_encoder_kind(kind: str) -> bool:
     return _KIND.fullmatch(kind) is not None
 
 
+def check_same_encoder(made_by: str, kind: str) -> None:
+    """Raise ValueError if `kind` is not that of the encoder that made features; its folder may have moved."""
+    own, given = _KIND.fullmatch(made_by), _KIND.fullmatch(kind)
+    if own is not None and (given is None or given[3] != own[3]):
+        found = shown(kind) if given is None else f"layer {given[1]} and pool {given[2]} of {given[4]}"
+        raise ValueError(
+            f"encoder: the features were made with layer {own[1]} and pool {own[2]} of {own[4]}, got {found}"
+        )
+
+
 def moved(kind: str, folder: str | os.PathLike[str]) -> str:
-    """Return a kind with another folder of the same encoder; without an encoder, that of `encoder_kind`."""
+    """Return a kind with another folder of the same encoder.
+
+    Raises:
+        ValueError: the kind is not one of an encoder.
+    """
     found = _KIND.fullmatch(kind)
     if found is None:
-        return encoder_kind(folder)
+        raise ValueError(
+            "encoder: the index does not know a vision model that made its features; build it with that of data import"
+        )
     return f"encoder {found[1]} {found[2]} {found[3]} {Path(folder).resolve()}"
 
 

@@ -148,8 +148,7 @@ class Index(OpenIndex):
                 no captions. Images for a picture are like images: see `Members.scores`.
             candidates: number of items that the model scores; default: that of the index.
             exact: score all items.
-            encoder: folder of the vision model that turns pictures into features, if it was moved since the build or
-                the index does not name it.
+            encoder: folder of the vision model that turns pictures into features, if it was moved since the build.
 
         Returns:
             The results of each query. Equal scores are in the order of addition.
@@ -197,13 +196,18 @@ class Index(OpenIndex):
         *,
         ids: Sequence[str] | None = None,
         captions: Sequence[str] | None = None,
+        encoder: str | os.PathLike[str] | None = None,
         thumbnails: bool = True,
         batch_size: int = 128,
         progress: bool = False,
     ) -> None:
-        """Encode more items and add them, all or none. Arguments as in `build`; ValueError if an id is taken."""
+        """Encode more items and add them, all or none. Arguments as in `build` and `search`.
+
+        Raises:
+            ValueError: as `build`; an id is taken, or the features were made by another encoder than the index's.
+        """
         changing.add(
-            self.path, self.members, source, ids=ids, captions=captions, thumbnails=thumbnails,
+            self.path, self.members, source, ids=ids, captions=captions, encoder=encoder, thumbnails=thumbnails,
             batch_size=batch_size, progress=progress,
         )  # fmt: skip
         self.reload()

@@ -35,8 +35,10 @@ def kind_of(dataset: CaptionDataset) -> str:
     """Return how a picture becomes the features of a data set.
 
     "emoji"; "SIDExGRID", for the patches of the centre; "SIDExGRID stretched", for those of the picture scaled to a
-    square; or "" if that is unknown.
+    square; as `encoder_kind`, if `data import` made them with a vision model; or "" if that is unknown.
     """
+    if is_encoder_kind(dataset.source.encoder):
+        return dataset.source.encoder
     if isinstance(dataset.source, StoredPictures):
         return f"{dataset.source.side}x{dataset.source.grid}" + " stretched" * dataset.source.stretched
     features = dataset.region_batch([0])[0]

@@ -12,7 +12,7 @@ class GridEncoder:
     """Turn a picture into the mean colours of four by four regions."""
 
     preprocessing = Preprocessing(16)
-    regions, width, digest = 16, 3, "grid"
+    regions, width, digest, kind = 16, 3, "grid", ""
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         return functional.avg_pool2d(self.preprocessing.normalized(pixels), 4).flatten(2).transpose(1, 2)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from itm_fast.data import open_split
 from itm_fast.models.vision_folder import load_picture_encoder
-from itm_fast.search import Index, encoder_kind
-from python_tests.helpers.commands import error
+from itm_fast.search import Index, encoder_kind, encoders
+from python_tests.helpers.commands import error, output
 from python_tests.helpers.pictures import write_encoder, write_pictures
 from python_tests.helpers.search import likeness, rounded, scan
 
@@ -48,8 +49,6 @@ def test_an_encoder_that_moved_or_changed(pictures: Path, tmp_path: Path, capsys
     Index.build(model, str(pictures), path, preprocessing=encoder_kind(tmp_path / "vit"))
     (tmp_path / "vit").rename(tmp_path / "moved")
     # The index is opened by another process than the one that loaded the encoder.
-    from itm_fast.search import encoders
-
     encoders._loaded.cache_clear()
     index = Index.open(path, model)
     with pytest.raises(ValueError, match="if the encoder was moved, name it with --encoder DIR") as raised:
@@ -64,7 +63,49 @@ def test_an_encoder_that_moved_or_changed(pictures: Path, tmp_path: Path, capsys
     with pytest.raises(ValueError, match="not the encoder that made the features of the index, or it has changed"):
         index.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")
     unnamed = Index.build(model, np.zeros((2, 3, 16), np.float32), tmp_path / "unnamed")
-    assert unnamed.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")[0].hits
+    with pytest.raises(ValueError, match="encoder: the index does not know a vision model that made its features"):
+        unnamed.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")
     capsys.readouterr()
     refused = error(capsys, "search", path, "a text", "--encoder", tmp_path)
     assert refused == (1, "--encoder: expected only with --image")
+
+
+def test_a_store_names_the_encoder_of_its_features(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another layer or pool of the same model makes other features, which the model was not trained on."""
+    captions, store, run, path = (tmp_path / name for name in ("captions.csv", "store", "run", "index"))
+    files = sorted(pictures.iterdir())
+    splits = ("train", "train", "dev", "dev", "test", "test")
+    rows = [f"{file.name},a red thing,{split}\n" for file, split in zip(files, splits, strict=True)]
+    captions.write_text("image,caption,split\n" + "".join(rows))
+    model = scan(feature_dim=16)
+    vocabulary = model.tokenizer
+    model.save(run)
+    vocabulary.save(run / "vocab.json")
+    output(capsys, "data", "import", "--images", pictures, "--captions", captions, "--encoder", tmp_path / "vit",
+           "--layer", 1, "--pool", "2x2", "--out", store, "--workers", 0, "--vocab", run / "vocab.json")  # fmt: skip
+    build = ["index", "build", "--checkpoint", run, "--data", store, "--out", path, "--pooling", "mean"]
+    output(capsys, *build)
+    index = Index.open(path)
+    assert index.manifest.pictures == encoder_kind(tmp_path / "vit", 1, "2x2")
+    (found,) = index.search(pictures=[files[4]], k=1, of="images")
+    assert found.hits[0].item.id == files[4].name
+    place = tmp_path / "vit"
+    made = f"encoder: the features were made with layer 1 and pool 2x2 of {place}, got"
+    refused = f"{made} layer -1 and pool patches of {place}"
+    assert error(capsys, *build, "--overwrite", "--encoder", place) == (1, refused)
+    kind, dev = encoder_kind(place), open_split(store, "dev", vocabulary)
+    with pytest.raises(ValueError, match=f"^{refused}$"):
+        Index.build(model, dev, tmp_path / "other", preprocessing=kind)
+    Index.build(model, str(pictures), tmp_path / "other", preprocessing=kind)
+    with pytest.raises(ValueError, match=f"^{refused}$"):
+        Index.open(tmp_path / "other", model).add(dev)
+    place.rename(tmp_path / "moved")
+    encoders._loaded.cache_clear()
+    write_pictures(tmp_path / "more", 2, "dev")
+    arguments = ["index", "add", path, "--pictures", tmp_path / "more"]
+    status, message = error(capsys, *arguments)
+    assert (status, message.endswith("if the encoder was moved, name it with --encoder DIR")) == (1, True)
+    output(capsys, *arguments, "--encoder", tmp_path / "moved")
+    assert Index.open(path).size("images") == 4
