@@ -76,11 +76,13 @@ def build_command(
         ),
     ] = None,
     training_split: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="NAME", help="Split that a learned pooling is trained on, of --data or of the training data of RUN."
+            metavar="NAME",
+            help="Split that a learned pooling is trained on, of --data or of the training data of RUN. Default: "
+            "train.",
         ),
-    ] = "train",
+    ] = None,
     candidates: Annotated[
         int, typer.Option(metavar="N", min=1, help="Number of items that the model scores per query.")
     ] = 500,
@@ -95,8 +97,9 @@ def build_command(
         typer.Option(metavar="NAME", help="Split of --data whose captions are the queries; default: --split."),
     ] = None,
     calibrate_queries: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of captions to calibrate with, drawn at random.")
-    ] = 200,
+        int | None,
+        typer.Option(metavar="N", min=1, help="Number of captions to calibrate with, drawn at random. Default: 200."),
+    ] = None,
     thumbnails: Thumbnails = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the index in INDEX in one step.")] = False,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
@@ -112,6 +115,10 @@ def build_command(
     check_kind(preprocessing or "")
     if calibrate is not None and not 0 < calibrate <= 1:
         raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")
+    if calibrate is None and (calibrate_split, calibrate_queries) != (None, None):
+        raise ValueError("--calibrate-split, --calibrate-queries: expected only with --calibrate")
+    if pooling is _Pooling.mean and training_split is not None:
+        raise ValueError("--training-split: expected none with --pooling mean, which learns nothing")
     if data is None and calibrate is not None:
         raise ValueError("--data: expected a data folder, for the captions that --calibrate needs")
     if encoder is not None and preprocessing is not None:
@@ -125,6 +132,10 @@ def build_command(
         check_run(run)
     members = Members(checkpoint, device_of(device))
     source = source_of(members, checkpoint, data, split, pictures)
+    queries: list[str] = []
+    if calibrate is not None and data is not None:
+        queries = split_of(members, checkpoint, data, calibrate_split or split).captions
+    training_split = training_split or "train"
     if data is not None:
         training = None
         if pooling is not _Pooling.mean:
@@ -152,12 +163,12 @@ def build_command(
         progress=True,
     )
     _print_sizes(index)
-    if calibrate is not None and data is not None:
+    if calibrate is not None:
         import torch
 
-        texts = split_of(members, checkpoint, data, calibrate_split or split).captions
-        chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[:calibrate_queries].tolist()
-        number, recall = choose(index, [texts[one] for one in chosen], calibrate, progress=True)
+        order = torch.randperm(len(queries), generator=torch.Generator().manual_seed(0)).tolist()
+        chosen = [queries[one] for one in order[: calibrate_queries or 200]]
+        number, recall = choose(index, chosen, calibrate, progress=True)
         typer.echo(f"candidates: {number}, recall of the exact best 10: {recall:.3f} over {len(chosen)} captions")
     typer.echo(f'search it with: itm-fast search {shlex.quote(str(out))} "a dog"')
 

@@ -5,6 +5,7 @@ Inside: `Collection`, `SplitPictures`, `collect`, `pictures_in`.
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -183,17 +184,32 @@ def _unique(pairs: Iterable[tuple[str, Kept]]) -> dict[str, Kept]:
 
 
 def pictures_in(images: Path) -> list[Path]:
-    """Return the files with a suffix of a format that Pillow reads, sorted.
+    """Return the files with a suffix of a format that Pillow reads, in all subfolders and linked folders, sorted.
 
     Names that begin with `._` are left out: macOS keeps a file's attributes under such a name beside it.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     formats = readable_formats()
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in formats}
-    return sorted(
-        path
-        for path in images.rglob("*")
-        if path.suffix.lower() in suffixes and not path.name.startswith("._") and path.is_file()
-    )
+    found: list[Path] = []
+    visited: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(images, onerror=_raise, followlinks=True):
+        state = Path(folder).stat()
+        # Links may lead to a folder again, also to one around them.
+        if (state.st_dev, state.st_ino) in visited:
+            subfolders.clear()
+            continue
+        visited.add((state.st_dev, state.st_ino))
+        subfolders.sort()
+        paths = (Path(folder) / name for name in names if not name.startswith("._"))
+        found += [path for path in paths if path.suffix.lower() in suffixes and path.is_file()]
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _look_at_all(

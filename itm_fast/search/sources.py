@@ -91,7 +91,7 @@ def batches_of(
         own = [Path(str(path)).relative_to(source).as_posix() for path in pictures_given]
     elif not isinstance(source, Tensor | np.ndarray | Fragments):
         pictures_given = list(source)
-    count = size_of(source)
+    count = len(pictures_given) if own is not None else size_of(source)
     if not count:
         raise ValueError("source: expected at least one item")
     names = _names(ids, own, count)

@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from itm_fast.files import atomic, lock
 from itm_fast.files.messages import shown
 from itm_fast.search.manifest import SIDES, Manifest, SegmentRecord, is_index, write_manifest
@@ -89,6 +91,8 @@ class Builder:
         self.records: list[SegmentRecord] = []
 
     def add(self, side: str, items: Sequence[Item], thumbnails: Sequence[bytes], encodings: Encodings) -> None:
+        if self._dtype == "int8" and all(isinstance(one, Tensor) for one in encodings):
+            raise ValueError("dtype: int8 is for models with several vectors per item; expected bf16 with this one")
         pooled = self._pooling(side, encodings)
         if not bool(pooled.isfinite().all()):
             number = int((~pooled.isfinite().all(1)).nonzero()[0, 0])

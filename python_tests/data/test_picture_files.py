@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import zlib
@@ -152,6 +153,30 @@ def test_a_folder_of_pictures_may_contain_other_files(tmp_path: Path) -> None:
     for path in (*pictures, *(tmp_path / name for name in others)):
         path.touch()
     assert pictures_in(tmp_path) == pictures
+
+
+def test_pictures_in_linked_folders_count_once(tmp_path: Path) -> None:
+    pictures, elsewhere = tmp_path / "pictures", tmp_path / "elsewhere"
+    for path in (pictures / "a.png", elsewhere / "b.png"):
+        path.parent.mkdir()
+        path.touch()
+    for name, target in (("linked", elsewhere), ("linked_again", elsewhere), ("around", tmp_path), ("self", pictures)):
+        (pictures / name).symlink_to(target)
+    assert pictures_in(pictures) == [pictures / "a.png", pictures / "around" / "elsewhere" / "b.png"]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def refusing(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError, match="closed"):
+        pictures_in(tmp_path)
 
 
 def test_a_truncated_jpeg_is_refused(tmp_path: Path) -> None:

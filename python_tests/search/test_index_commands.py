@@ -17,7 +17,7 @@ from itm_fast.data import emoji
 from itm_fast.search import Index
 from itm_fast.search.searching import CANDIDATES
 from python_tests.helpers.commands import error, output
-from python_tests.helpers.search import scan
+from python_tests.helpers.search import scan, vsepp
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +272,44 @@ BAD = [
         ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "NEW", "--calibrate", "2"],
         "--calibrate: expected a number above 0 and at most 1, got 2",
     ),
+    (
+        ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "NEW", "--calibrate-queries", "9"],
+        "--calibrate-split, --calibrate-queries: expected only with --calibrate",
+    ),
+    (
+        [
+            "index",
+            "build",
+            "--checkpoint",
+            "RUN",
+            "--data",
+            "DATA",
+            "--out",
+            "NEW",
+            "--calibrate",
+            "0.9",
+            "--calibrate-split",
+            "none",
+        ],
+        "DATA/none_ims.npy: no such file, so there is no split 'none' (splits in DATA: dev, test, train)",
+    ),
+    (
+        [
+            "index",
+            "build",
+            "--checkpoint",
+            "RUN",
+            "--data",
+            "DATA",
+            "--out",
+            "NEW",
+            "--pooling",
+            "mean",
+            "--training-split",
+            "dev",
+        ],
+        "--training-split: expected none with --pooling mean, which learns nothing",
+    ),
     (["index", "build", "--checkpoint", "NEW", "--data", "DATA", "--out", "NEW"], "NEW: no such run directory"),
     (
         ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "NEW", "--device", "gpu"],
@@ -372,4 +410,6 @@ def test_bad_sources_are_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Index.build(scan(), source, tmp_path / "index", **options)
+    with pytest.raises(ValueError, match="dtype: int8 is for models with several vectors per item"):
+        Index.build(vsepp(), features, tmp_path / "index", dtype="int8")
     assert not (tmp_path / "index" / "index.json").exists()
