@@ -38,7 +38,8 @@ enum class Operation { none, barrier, warp_sync, shuffle, vote, load_matrix, mma
 std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
                    int64_t dynamic_bytes = 0);
 
-// The same with the threads of all blocks running together, for kernels with a grid barrier.
+// The same with the threads of all blocks running together, for kernels with a grid barrier. With an odd seed a block
+// runs on until it waits for blocks behind it in an order that the seed draws: blocks then are as far apart as can be.
 std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
                             int64_t dynamic_bytes = 0);
 

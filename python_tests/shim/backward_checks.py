@@ -222,10 +222,18 @@ def check_all_blocks(kernels: BackwardKernels) -> None:
         again = run(kernels, queries, contexts, gradients, room=room, seed=10, dense_share=0.0)
         for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
             assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
+    empty = random_fragments([6, 5] + [0] * 34, 34, torch.float32, seed=5)
+    for one, other in ((empty, contexts), (random_fragments([9, 12], 34, torch.float32, seed=6), empty)):
+        gradients = sparse_gradients(len(one), len(other), 1.0, 0)
+        found = check_gradients(kernels, one, other, gradients, dense_share=0.0)
+        assert found.blocks == "taken", f"backward: blocks {found.blocks}"
     for refused, options in (
         (cancelling_sets(5), {"temperature": 0.01}),
         ((random_fragments([65, 3], 34, torch.float32, seed=2), contexts), {}),
+        # Several tiles, each of which is refused: whichever block is ahead finds one.
+        (tuple(random_fragments(sizes, 8, torch.float32, seed=3) for sizes in ([33] * 3, [1] * 64)), {}),
     ):
         gradients = sparse_gradients(len(refused[0]), len(refused[1]), 1.0, 0)
-        found = check_gradients(kernels, *refused, gradients, dense_share=0.0, **options)
-        assert found.blocks == "refused", f"backward: blocks {found.blocks}"
+        for seed in (1, 2, 4):  # two and three blocks, which run together or as far apart as can be
+            found = check_gradients(kernels, *refused, gradients, dense_share=0.0, seed=seed, **options)
+            assert found.blocks == "refused", f"backward: blocks {found.blocks}"

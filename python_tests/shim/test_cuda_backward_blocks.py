@@ -100,6 +100,7 @@ def test_blocks_take_more_than_two_thirds_of_the_pairs(kernels: BackwardKernels)
 def refused() -> dict[str, tuple[Fragments, Fragments]]:
     """Sets whose gradients lists must compute."""
     bad, broken, infinite = (sets([13, 25, 12], [14, 18, 11]) for _ in range(3))
+    overlapping = sets([5, 5], [80])
     broken[0].values[1, 2] = math.nan
     infinite[1].values[1, 2] = math.inf
     return {
@@ -109,7 +110,11 @@ def refused() -> dict[str, tuple[Fragments, Fragments]]:
         "a word that is no number": broken,
         "an infinite region": infinite,
         "offsets that do not ascend": (Fragments(bad[0].values, torch.tensor([0, 29, 24, 50]), check=False), bad[1]),
-        "many sets of one context": sets([33], [1] * 32, 8),
+        "more overlapping sets than Gram matrices": (
+            overlapping[0],
+            Fragments(overlapping[1].values, torch.tensor([0, 20, 40, 60, 80] * 8), check=False),
+        ),
+        "many sets of one context": sets([33] * 3, [1] * 64, 8),
     }
 
 
@@ -118,7 +123,7 @@ def test_lists_take_what_blocks_refuse(kernels: BackwardKernels, name: str) -> N
     """The results are those of lists, bit for bit."""
     queries, contexts = refused()[name]
     gradients = torch.ones(len(queries), len(contexts))
-    for seed in range(2):
+    for seed in (1, 2, 4):  # two and three blocks, which run together or as far apart as can be
         found = run_blocks(kernels, queries, contexts, gradients, seed=seed, temperature=0.01)
         lists = run(kernels, queries, contexts, gradients, seed=seed, temperature=0.01)
         assert found.blocks == "refused"
@@ -160,6 +165,20 @@ def test_rows_without_a_gradient(kernels: BackwardKernels, dtype: torch.dtype) -
         assert not rows[len(own) :].any()
         assert not rows[zeros].any()
         assert (rows[: len(own)] == own).all()
+
+
+@pytest.mark.parametrize(
+    ("of_queries", "of_contexts"),
+    [([2] * 66 + [0] * 34, [6, 5]), ([6, 5], [3] * 65 + [0] * 34), ([0] * 40 + [4], [0] * 40 + [5])],
+    ids=["queries", "contexts", "both"],
+)
+def test_a_tile_may_have_empty_sets_only(
+    kernels: BackwardKernels, of_queries: list[int], of_contexts: list[int]
+) -> None:
+    """A tile has at most 32 sets, so that of the last ones has no rows."""
+    queries, contexts = sets(of_queries, of_contexts)
+    found = check(kernels, queries, contexts, sparse_gradients(len(of_queries), len(of_contexts), 1.0, 0))
+    assert found.blocks == "taken"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -59,6 +59,14 @@ FAULTS = {
         (GRADIENTS, "BlockTasks::restart", "if (across + down == 0) BlockTasks::restart"),
         r"^backward: ",
     ),
+    "a block reads whether sets are suitable after another one has refused a tile": (
+        (GRADIENTS, "  wait();  // A block that is ahead may find its first tile unsuitable.\n", ""),
+        r"^backward: |a barrier of the grid that other blocks never come to",
+    ),
+    "a tile without rows leaves its sums as they were": (
+        (SCORES, "if (fits) store_sums();", "if (fits && n_rows_ > 0 && n_columns_ > 0) store_sums();"),
+        ERROR,
+    ),
     "no block waits for the tiles of the others": (
         (GRADIENTS, "      wait();\n      if (load_coherent",
          "      ++rounds;\n      if (thread_index() == 0) ++*p.arrived;\n      if (load_coherent"),

@@ -276,6 +276,20 @@ def test_rows_that_are_not_finite_reach_their_pairs_alone(kernels: BackwardKerne
     assert not found.contexts[6:].any()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_word_that_is_not_finite_in_a_set_without_a_pair_gets_no_gradient(
+    kernels: BackwardKernels, value: float
+) -> None:
+    queries, contexts = sets([3, 4], [4, 2])
+    gradients = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    right = run(kernels, queries, contexts, gradients)
+    queries.values[5, 2] = value
+    found = run(kernels, queries, contexts, gradients)
+    assert not found.queries[3:].any()
+    assert np.array_equal(found.queries, right.queries)
+    assert np.array_equal(found.contexts, right.contexts)
+
+
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: BackwardKernels, in_chunks: bool) -> None:
     """Also not on the number of blocks, which the driver draws from the seed."""

@@ -17,7 +17,7 @@ struct BlockProduct {
   bool is_first;  // The sums are not read.
 
   ITM_FAST_DEVICE int64_t tasks(int64_t dim) const {
-    return tiles_of(n_rows, BlockSums<S>::kRows) * tiles_of(dim, BlockSums<S>::kColumns);
+    return n_rows == 0 ? 0 : tiles_of(n_rows, BlockSums<S>::kRows) * tiles_of(dim, BlockSums<S>::kColumns);
   }
 };
 
@@ -175,6 +175,7 @@ ITM_FAST_DEVICE_APART int32_t backpropagate_blocks(const CrossAttentionBackward<
   prepare_blocks(p);
   wait();
   if (load_coherent(p.unsuitable) != 0) return rounds;
+  wait();  // A block that is ahead may find its first tile unsuitable.
   const BlockChunks chunks(p);
   if (chunks.across == 0) return rounds;
   for (int64_t across = 0; across < chunks.across; ++across) {

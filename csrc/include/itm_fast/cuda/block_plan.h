@@ -120,7 +120,7 @@ ITM_FAST_DEVICE float* float_gram(const CrossAttentionBackward<S>& p, int64_t se
 }
 
 // Step 1 of backpropagate_blocks: tiles, Gram matrices and the norms of the queries. Refuses sets that are longer than
-// a tile, and offsets that do not ascend.
+// a tile, and offsets that do not ascend. Sets that overlap may have no room for a Gram matrix.
 template <typename S>
 ITM_FAST_DEVICE void prepare_blocks(const CrossAttentionBackward<S>& p) {
   const SetRows<S>&queries = p.lists.queries, &contexts = p.lists.contexts;
@@ -136,7 +136,7 @@ ITM_FAST_DEVICE void prepare_blocks(const CrossAttentionBackward<S>& p) {
   check(contexts, BlockTile::kRows);
   for (int64_t set = block_index(); set < contexts.n_sets; set += grid_blocks()) {
     const int64_t length = contexts.length(set);
-    if (length == 0 || length > BlockTile::kRows) continue;
+    if (length == 0 || length > BlockTile::kRows || p.lists.gram_starts[set] < 0) continue;
     const S* rows = contexts.values + contexts.offset(set) * p.dim;
     const int n = static_cast<int>(length), stride = gram_stride(n), padding = stride - n;
     float* gram = float_gram(p, set);

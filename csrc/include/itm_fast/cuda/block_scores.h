@@ -29,6 +29,7 @@ class BlockScores {
     const bool fits = n_columns_ * contexts_.n_sets <= Memory::kItems;
     if (!fits) *p_.unsuitable = 1;
     if (fits && n_rows_ > 0 && n_columns_ > 0) differentiate_sets();
+    if (fits) store_sums();  // Zeros if one side of the tile has empty sets only.
     barrier();  // The next tile takes the place of all of this.
   }
 
@@ -44,7 +45,6 @@ class BlockScores {
       differentiate_rows(options);
     });
     store_weights();
-    store_sums();
   }
 
   ITM_FAST_DEVICE const S* rows() const { return p_.lists.contexts.values + contexts_.first_row * p_.dim; }

@@ -224,7 +224,8 @@ ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const P
     }
     const bool is_poisoned = vote_any(is_incomplete);
     const Destination<S> to = destination_of(p, number);
-    const float* factors = to.is_context ? nullptr : p.query_factors + p.lists.queries.offset(to.set);
+    const bool has_factors = !to.is_context && entries.first < entries.last;
+    const float* factors = has_factors ? p.query_factors + p.lists.queries.offset(to.set) : nullptr;
     each_part_sum<S>(range, [&](int row, int column, float sum) {
       const int64_t at = (first_row + row) * p.dim + first_column + column;
       if (factors != nullptr) sum += factors[first_row + row] * widen(to.values[at]);
