@@ -60,6 +60,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
+        # Taken now, because a mounted application changes the scope.
+        path = _route_path(scope)
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -72,7 +74,7 @@ class Guard:
 
         try:
             self._check(Headers(scope=scope))
-            if scope["path"] in _COMPUTING:
+            if path in _COMPUTING:
                 await self._compute(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
@@ -81,9 +83,9 @@ class Guard:
             if not status:
                 await problem(refused.status, str(refused), refused.headers)(scope, receive, sending)
         finally:
-            path = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in _COMPUTING else "other")
-            self._metrics.requests.labels(path, str(status or 499)).inc()
-            self._metrics.seconds.labels(path).observe(time.perf_counter() - started)
+            name = getattr(scope.get("route"), "path", path if path in _COMPUTING else "other")
+            self._metrics.requests.labels(name, str(status or 499)).inc()
+            self._metrics.seconds.labels(name).observe(time.perf_counter() - started)
 
     def _check(self, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -161,6 +163,16 @@ class Guard:
             elif not more or size > _DROPPED * self._limits.body:
                 raise Refused(413, f"body: expected at most {self._limits.body:,} bytes", {"connection": "close"})
         return bytes(body)
+
+
+def _route_path(scope: Scope) -> str:
+    """Return the path that routes are compared with: below the root path, if the service has one.
+
+    Routes also match with a newline at the end of the path, so it is left out.
+    """
+    path: str = scope["path"]
+    below = path.removeprefix(scope.get("root_path", ""))
+    return (below if below.startswith("/") else path).removesuffix("\n")
 
 
 def _name_of(host: str) -> str:

@@ -244,6 +244,17 @@ def test_bad_pictures_are_refused_in_one_line(
     check_refused(answer, status, message, pattern="\\" in message)
 
 
+@pytest.mark.parametrize(("root_path", "path"), [("/x", "/x/search"), ("/x", "/search"), ("", "/search%0A")])
+def test_every_path_of_a_route_has_its_limits(served_index: Path, root_path: str, path: str) -> None:
+    app = create_app(served_index, limits=Limits(body=1_000))
+    with TestClient(app, base_url="http://127.0.0.1", root_path=root_path) as client:
+        check_refused(
+            client.post(path, content=1_001 * b"a", headers=PICTURE), 413, "body: expected at most 1,000 bytes"
+        )
+        text = client.get("/metrics").text
+    assert 'itm_fast_requests_total{path="/search",status="413"} 1.0' in text
+
+
 def test_only_own_pages_may_call(client: TestClient) -> None:
     for host, status in (
         ("127.0.0.1", 200), ("127.0.0.1:99", 200), ("localhost:8080", 200), ("LOCALHOST", 200), ("[::1]:80", 200),
