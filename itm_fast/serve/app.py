@@ -93,7 +93,7 @@ def create_app(
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Answer all errors with one line of JSON."""
+    """Answer the expected errors with one line of JSON; `Guard` answers the others."""
 
     async def refused(_: Request, error: Any) -> JSONResponse:
         return problem(error.status, str(error), error.headers)
@@ -115,13 +115,8 @@ def _handle_errors(app: FastAPI) -> None:
     async def of_http(_: Request, error: Any) -> JSONResponse:
         return problem(error.status_code, str(error.detail), error.headers)
 
-    async def unexpected(_: Request, error: Any) -> JSONResponse:
-        _log.error("a request failed", exc_info=error)
-        return problem(500, "internal error; the log of the service has details")
-
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(ValueError, of_value)
     app.add_exception_handler(EncoderError, of_encoder)
     app.add_exception_handler(RequestValidationError, of_parameter)
     app.add_exception_handler(HTTPException, of_http)
-    app.add_exception_handler(Exception, unexpected)

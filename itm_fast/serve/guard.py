@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import time
 from collections.abc import Collection
 
@@ -20,6 +21,8 @@ from itm_fast.serve.limits import Limits
 from itm_fast.serve.metrics import Metrics
 
 __all__ = ["Guard"]
+
+_log = logging.getLogger("itm_fast.serve")
 
 # Requests that compute. Others are answered from memory.
 _COMPUTING = ("/search", "/explain")
@@ -82,6 +85,11 @@ class Guard:
             # After the start of an answer, only the connection can be closed.
             if not status:
                 await problem(refused.status, str(refused), refused.headers)(scope, receive, sending)
+        except Exception:
+            # A handler of the application for these would answer outside of this layer: uncounted, without its headers.
+            _log.exception("a request failed")
+            if not status:
+                await problem(500, "internal error; the log of the service has details")(scope, receive, sending)
         finally:
             name = getattr(scope.get("route"), "path", path if path in _COMPUTING else "other")
             self._metrics.requests.labels(name, str(status or 499)).inc()

@@ -255,6 +255,31 @@ def test_every_path_of_a_route_has_its_limits(served_index: Path, root_path: str
     assert 'itm_fast_requests_total{path="/search",status="413"} 1.0' in text
 
 
+def test_internal_errors_are_counted_and_have_the_headers(
+    served_index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_given: object, **_options: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(Index, "search", broken)
+    monkeypatch.setattr(Index, "thumbnail", broken)
+    app = create_app(served_index)
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        for path in ("/search?q=face", "/pictures/set/3.png"):
+            caplog.clear()
+            answer = client.get(path)
+            check_refused(answer, 500, "internal error; the log of the service has details")
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["cache-control"] == "no-store"
+            (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+            assert record.exc_info is not None
+            assert str(record.exc_info[1]) == "secret"
+        text = client.get("/metrics").text
+    for path in ("/search", "/pictures/{id:path}"):
+        assert f'itm_fast_requests_total{{path="{path}",status="500"}} 1.0' in text
+    assert 'status="499"' not in text
+
+
 def test_only_own_pages_may_call(client: TestClient) -> None:
     for host, status in (
         ("127.0.0.1", 200), ("127.0.0.1:99", 200), ("localhost:8080", 200), ("LOCALHOST", 200), ("[::1]:80", 200),
