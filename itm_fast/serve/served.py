@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from itm_fast.data import tokenize
 from itm_fast.search import Index
+from itm_fast.search.encoders import is_encoder_kind, preprocessing_of
 from itm_fast.search.members import Members, Models
 from itm_fast.serve.metrics import Metrics
 
@@ -19,6 +21,8 @@ __all__ = ["Served"]
 
 _log = logging.getLogger("itm_fast.serve")
 
+# Its apostrophe needs the full word tokenizer, which imports nltk.
+_UNUSUAL = "it's"
 # A changed index that cannot be opened is tried again after this many checks, and then half as often each time.
 _MOST_SKIPPED = 16
 
@@ -45,7 +49,7 @@ class Served:
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._failures = self._skipped = 0
-        self._logged = ""
+        self._logged = self._warned = ""
         self.index = self._prepared(checkpoints)
         self._count()
 
@@ -59,7 +63,23 @@ class Served:
         index.members  # noqa: B018 - loads the models.
         # The table of ids takes 0.2 s per million items.
         index.snapshot.sides["images"].ids  # noqa: B018
+        self._load_packages(index)
         return index
+
+    def _load_packages(self, index: Index) -> None:
+        """Load what some queries need, which takes seconds. All others would wait, because one thread computes."""
+        tokenize(_UNUSUAL)
+        try:
+            for model in index.members.models:
+                if model.tokenizer is not None:
+                    model.tokenizer.encode(_UNUSUAL)
+            if is_encoder_kind(index.manifest.pictures):
+                preprocessing_of(index.manifest.pictures)
+        except (ValueError, OSError) as error:
+            # Other queries are answered.
+            if str(error) != self._warned:
+                _log.warning("some queries cannot be answered: %s", error)
+                self._warned = str(error)
 
     def refresh(self) -> bool:
         """Open the index on disk if it has changed; return whether it was opened.

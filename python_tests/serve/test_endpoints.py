@@ -13,10 +13,8 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from itm_fast.data import emoji
-from itm_fast.search import Hit, Index, encoder_kind, encoders
+from itm_fast.search import Hit, Index, encoders
 from itm_fast.serve import Limits, create_app
-from python_tests.helpers.pictures import write_encoder, write_pictures
-from python_tests.helpers.search import scan
 
 PICTURE = {"content-type": "image/png"}
 
@@ -83,16 +81,8 @@ def test_an_explanation_has_the_attention_of_each_word(client: TestClient, serve
 
 
 @pytest.fixture
-def encoder_client(tmp_path: Path) -> Iterator[TestClient]:
-    """Serve an index whose features an encoder in `tmp_path / "vit"` made."""
-    write_encoder(tmp_path / "vit")
-    write_pictures(tmp_path / "pictures", 4)
-    scan(feature_dim=16).save(tmp_path / "run")
-    kind = encoder_kind(tmp_path / "vit")
-    Index.build(tmp_path / "run", str(tmp_path / "pictures"), tmp_path / "index", preprocessing=kind)
-    with TestClient(
-        create_app(tmp_path / "index"), base_url="http://127.0.0.1", raise_server_exceptions=False
-    ) as client:
+def encoder_client(encoder_index: Path) -> Iterator[TestClient]:
+    with TestClient(create_app(encoder_index), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client
 
 
