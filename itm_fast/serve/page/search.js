@@ -55,11 +55,11 @@ function ask(change, pause = 0) {
   timer = setTimeout(run, pause);
 }
 
-async function run() {
+async function run({ again = true } = {}) {
   if (!info) return; // What is typed before is asked below, when it is there.
   running?.abort();
   const own = (running = new AbortController());
-  const side = sideOf();
+  const side = sideOf(), { revision } = info;
   for (const button of byId("sides").children) button.setAttribute("aria-pressed", String(button.dataset.side === side));
   showChosen();
   rememberInAddress();
@@ -78,6 +78,10 @@ async function run() {
     more.hidden = answer.hits.length < asked.k || answer.hits.length >= info.limits.k;
   } catch (error) {
     if (error.name === "AbortError" || own !== running) return;
+    // The index may have changed, and hold fewer items than were asked for.
+    if (again) await loadInfo().catch(() => {});
+    if (own !== running) return;
+    if (again && info.revision !== revision) return run({ again: false });
     // The earlier results stay, pale, while a word is being typed.
     more.hidden = true;
     say(error.message, true);
