@@ -132,6 +132,12 @@ class BertVocabulary(Vocabulary):
         """Return the pieces of `encode(caption)`."""
         return [self.words[index] for index in self.encode(caption)]
 
+    def unknown(self, caption: str) -> list[str]:
+        """Return the word that each `[UNK]` in `encode(caption)` stands for."""
+        found = self._tokenizer.encode(caption)
+        places = (place for token, place in zip(found.ids, found.offsets, strict=True) if token == self.unk)
+        return [caption[start:end] for start, end in places]
+
     @functools.cached_property
     def _tokenizer(self) -> Any:
         try:

@@ -25,6 +25,7 @@ MIN_COUNT = 4
 # Largest share of unknown words without a warning: in the captions that a vocabulary was built from, and in others.
 MAX_RARE_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.5
 
+_UNKNOWN = " (unknown)"
 PAD, START, END, UNK, MASK = "<pad>", "<start>", "<end>", "<unk>", "<mask>"
 
 
@@ -153,8 +154,13 @@ class Vocabulary:
 
     def pieces(self, caption: str) -> list[str]:
         """Return what each token of `encode(caption)` stands for; words outside the vocabulary end in " (unknown)"."""
-        words = (word if word in self else f"{word} (unknown)" for word in tokenize(caption))
+        words = (word if word in self else word + _UNKNOWN for word in tokenize(caption))
         return [START, *words, END]
+
+    def unknown(self, caption: str) -> list[str]:
+        """Return what each `unk` in `encode(caption)` stands for."""
+        tokens = zip(self.encode(caption), self.pieces(caption), strict=True)
+        return [piece.removesuffix(_UNKNOWN) for token, piece in tokens if token == self.unk]
 
     def decode(self, token_ids: Iterable[int]) -> list[str]:
         """Return the words of `token_ids`, without `<pad>`, `<start>` and `<end>`."""

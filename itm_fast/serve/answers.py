@@ -20,7 +20,6 @@ from itm_fast.version import __version__
 
 __all__ = ["explained", "facts", "found", "unknown_words"]
 
-_UNKNOWN = " (unknown)"
 _DIGITS = 5
 # Items that the page shows before the first query.
 _SAMPLES = 24
@@ -64,8 +63,9 @@ def found(index: Index, results: Results, unknown: list[str]) -> dict[str, Any]:
 def unknown_words(index: Index, query: Query) -> list[str]:
     """Return the words of a query that the first model does not know."""
     vocabulary = index.members.main.tokenizer
-    pieces = [] if vocabulary is None or query.kind != "texts" else vocabulary.pieces(query.value)
-    return list(dict.fromkeys(piece.removesuffix(_UNKNOWN) for piece in pieces if piece.endswith(_UNKNOWN)))
+    if vocabulary is None or query.kind != "texts":
+        return []
+    return list(dict.fromkeys(map(_text, vocabulary.unknown(query.value))))
 
 
 def _item(index: Index, item: Item) -> dict[str, Any]:
@@ -96,8 +96,13 @@ def explained(index: Index, explanation: Explanation, model: MatchingModel, text
     `before` the number of regions before the first one of them; both are null if the index does not know the places.
     """
     steps = next(iter(explanation.directions.values()))
-    words = range(len(explanation.words))
-    inner = words if model.tokenizer is None else words[model.tokenizer.inner]
+    assert model.tokenizer is not None  # It has made the words of the explanation.
+    vocabulary, numbers = model.tokenizer, range(len(explanation.words))
+    inner = numbers[vocabulary.inner]
+    # The index has split the text with single blanks.
+    plain = " ".join(text.split())
+    known = [token != vocabulary.unk for token in vocabulary.encode(plain)]
+    unknown = iter(vocabulary.unknown(plain))
     shape = steps.attention[0].shape
     regions = int(shape[1] if "t2i" in explanation.directions else shape[0])
     side = _grid_side(index.manifest.pictures, model)
@@ -108,9 +113,9 @@ def explained(index: Index, explanation: Explanation, model: MatchingModel, text
         "query": text,
         "item": _item(index, image),
         "score": round(explanation.score, _DIGITS),
-        "words": [word.removesuffix(_UNKNOWN) for word in explanation.words],
-        "known": [not word.endswith(_UNKNOWN) for word in explanation.words],
-        "special": [number not in inner for number in words],
+        "words": [word if is_known else next(unknown) for word, is_known in zip(explanation.words, known, strict=True)],
+        "known": known,
+        "special": [number not in inner for number in numbers],
         "regions": regions,
         "grid": None if side is None else [side, side],
         "before": before,
