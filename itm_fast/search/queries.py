@@ -22,7 +22,7 @@ from itm_fast.search.members import Encodings, Members
 from itm_fast.search.pictures import Picture, features_of
 from itm_fast.search.snapshot import Snapshot
 
-__all__ = ["MAX_CHARACTERS", "Queries", "check_text", "of_any", "of_features", "of_texts"]
+__all__ = ["MAX_CHARACTERS", "Queries", "check_characters", "check_text", "of_any", "of_features", "of_texts"]
 
 MAX_CHARACTERS = 2000
 
@@ -50,19 +50,33 @@ def _row(embeddings: Any, number: int) -> Any:
     return Fragments.from_list([embeddings[number]])
 
 
-def check_text(members: Members, text: object) -> str:
-    """Return a query with single blanks.
+def check_characters(text: object) -> str:
+    """Return a query.
 
     Raises:
         TypeError: the query is no text.
-        ValueError: the query is empty, has too many characters or more tokens than a model reads, or a model knows none
-            of its words.
+        ValueError: the query has too many characters, or lone surrogates, which stand for bytes that are not UTF-8.
     """
     if not isinstance(text, str):
         raise TypeError(f"query: expected a text, got {shown(text)}")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"query: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
-    text = " ".join(text.split())
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"query: expected valid UTF-8, got {shown(text)}") from None
+    return text
+
+
+def check_text(members: Members, text: object) -> str:
+    """Return a query with single blanks.
+
+    Raises:
+        TypeError: the query is no text.
+        ValueError: as `check_characters`; or the query is empty or has more tokens than a model reads, or a model knows
+            none of its words.
+    """
+    text = " ".join(check_characters(text).split())
     if not tokenize(text):
         raise ValueError("query: expected words, got an empty text")
     for model in members.models:

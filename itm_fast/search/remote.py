@@ -21,7 +21,7 @@ from typing import Any
 from itm_fast.files import regular
 from itm_fast.files.messages import shortened, shown
 from itm_fast.search.manifest import SIDES
-from itm_fast.search.queries import MAX_CHARACTERS
+from itm_fast.search.queries import check_characters
 from itm_fast.search.results import Hit, Item, Results
 
 __all__ = ["Shards", "addresses_in"]
@@ -103,8 +103,8 @@ class Shards:
         """
         if (text is None) == (picture is None):
             raise ValueError("query: expected a text or a picture")
-        if text is not None and len(text) > MAX_CHARACTERS:
-            raise ValueError(f"query: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
+        if text is not None:
+            check_characters(text)
         self._facts = self._read()  # Each service may have changed or replaced its index.
         of = of or ("captions" if picture is not None and self.size("captions") else "images")
         most = self.size(of)

@@ -72,7 +72,7 @@ def _item(index: Index, item: Item) -> dict[str, Any]:
     """Return an item without the path of its picture, which concerns the server alone."""
     image = item.id if item.side == "images" else item.image
     images = index.snapshot.sides["images"]
-    found = images.ids.positions(image) if image else []
+    found = images.ids.positions(image) if _has_address(image) else []
     has_picture = bool(found and images.thumbnail(found[0]))
     return {
         "id": _text(item.id),
@@ -81,6 +81,11 @@ def _item(index: Index, item: Item) -> dict[str, Any]:
         "image": _text(image) if image else None,
         "picture": has_picture,
     }
+
+
+def _has_address(image: str) -> bool:
+    """Return whether /pictures/ can name an image: paths hold UTF-8, and routes match one line."""
+    return bool(image) and _text(image) == image and "\n" not in image
 
 
 def _text(text: str) -> str:

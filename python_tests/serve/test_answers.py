@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
 
 from itm_fast import models
-from itm_fast.data import BertVocabulary, TokenizerVocabulary
+from itm_fast.data import BertVocabulary, CaptionDataset, TokenizerVocabulary, emoji
 from itm_fast.search import Index
 from itm_fast.serve import create_app
 from python_tests.helpers.bert import PIECES
+from python_tests.helpers.emoji_index import emoji_model
 
 
 @pytest.mark.parametrize("kind", ["bert", "tokenizer"])
@@ -33,3 +36,18 @@ def test_unknown_words_of_a_tokenizer_are_named(tmp_path: Path, kind: str) -> No
     assert answer["words"] == ["[CLS]", "red", "fish", "[SEP]"]
     assert answer["known"] == [True, True, False, True]
     assert answer["special"] == [True, False, False, True]
+
+
+def test_a_picture_that_no_address_names_is_not_offered(tmp_path: Path) -> None:
+    names = ["a b/ü.png", "two\nlines.png", "end.png\n", "caf\udce9.png"]
+    features = emoji.patches(emoji.pictures("test")[:4])
+    captions = emoji.captions("test")[:20]
+    dataset = CaptionDataset(features, captions, np.arange(20) // 5, emoji.vocabulary(), image_ids=names)
+    emoji_model().save(tmp_path / "run")
+    index = Index.build(tmp_path / "run", dataset, tmp_path / "index", pooling="mean").path
+    with TestClient(create_app(index), base_url="http://127.0.0.1") as client:
+        hits = client.get("/search?q=face&k=4").json()["hits"]
+        pictures = {hit["id"]: hit["picture"] for hit in hits}
+        assert pictures == {names[0]: True, "two\nlines.png": False, "end.png\n": False, "caf\ufffd.png": False}
+        for name, offered in pictures.items():
+            assert client.get(f"/pictures/{quote(name, safe='')}").status_code == (200 if offered else 404)
