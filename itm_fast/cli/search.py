@@ -129,7 +129,7 @@ def search(
 
     for results in answers():
         if as_json:
-            typer.echo(json.dumps(attrs.asdict(results)))
+            typer.echo(json.dumps(attrs.asdict(results, filter=_is_told)))
         elif html is None or len(values) == 1:
             _print(results)
         if html is not None:
@@ -156,6 +156,11 @@ def _check_lines(index: Index, file: Path | None, lines: dict[int, str]) -> None
             raise ValueError(f"{file}: line {number}: {error}") from None
 
 
+def _is_told(field: attrs.Attribute[object], value: object) -> bool:
+    """Return whether JSON has a field: that of the service only if several were asked."""
+    return field.name != "service" or bool(value)
+
+
 def _print(results: Results) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -164,10 +169,12 @@ def _print(results: Results) -> None:
     from itm_fast.files.messages import printable, shortened
 
     # Folded, because ids that are cut off look the same and cannot be used for --like.
-    long = (Column(name, overflow="fold") for name in ("id", "caption"))
+    services = any(hit.service for hit in results.hits)
+    long = (Column(name, overflow="fold") for name in ("id", "caption", *["service"] * services))
     table = Table("", "score", *long, title=escape(printable(shortened(results.query))), title_justify="left")
     for hit in results.hits:
-        cells = (hit.item.id, hit.item.captions[0] if hit.item.captions else hit.item.picture)
+        caption = hit.item.captions[0] if hit.item.captions else hit.item.picture
+        cells = (hit.item.id, caption, *[hit.service] * services)
         table.add_row(str(hit.rank), f"{hit.score:.4f}", *(escape(printable(cell)) for cell in cells))
     Console(highlight=False).print(table)
 

@@ -92,6 +92,8 @@ class Shards:
     ) -> Results:
         """Find the items with the best scores in all services; pass a text or the path of a picture.
 
+        Of several services, `Hit.service` names the one that holds the item, because ids are unique only in one index.
+
         Args:
             text, k, of, candidates, exact: as in `Index.search`. Each service scores `candidates` items.
             picture: the file is sent.
@@ -112,22 +114,23 @@ class Shards:
         if type(k) is not int or not 1 <= k <= most:
             raise ValueError(f"k: expected 1 to {most}, the number of {of}, got {k}")
         body = None if picture is None else regular.read_bytes(picture)
-        asked, bodies = [], []
+        asked, bodies, places = [], [], []
         for address, facts in zip(self._addresses, self._facts, strict=True):
             if facts[of]:
                 given = {"q": text, "k": min(k, facts[of]), "of": of, "candidates": candidates, "exact": exact or None}
                 query = urllib.parse.urlencode({name: value for name, value in given.items() if value is not None})
                 asked.append(f"{address}/search?{query}")
                 bodies.append(body)
+                places.append(address if len(self._addresses) > 1 else "")
         hits, scored = [], 0
-        for address, one in zip(asked, self._all(asked, bodies), strict=True):
+        for address, place, one in zip(asked, places, self._all(asked, bodies), strict=True):
             try:
-                hits += [(float(hit["score"]), _item(hit)) for hit in one["hits"]]
+                hits += [(float(hit["score"]), _item(hit), place) for hit in one["hits"]]
                 scored += int(one["scored"])
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{address.partition('?')[0]}: {_STRANGE}") from None
         best = sorted(hits, key=lambda hit: -hit[0])[:k]
-        ranked = tuple(Hit(rank, score, item) for rank, (score, item) in enumerate(best, 1))
+        ranked = tuple(Hit(rank, *hit) for rank, hit in enumerate(best, 1))
         return Results(text if text is not None else str(picture), ranked, scored)
 
     def _all(self, asked: Sequence[str], bodies: Sequence[bytes | None]) -> Iterator[dict[str, Any]]:

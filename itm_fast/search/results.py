@@ -31,11 +31,19 @@ class Item:
 
 @attrs.frozen
 class Hit:
-    """A result: `rank` counts from 1, `score` is the model's score of the query with `item`."""
+    """A result.
+
+    Attributes:
+        rank: counts from 1.
+        score: the model's score of the query with `item`.
+        item: the item.
+        service: address of the service that holds the item, if several were asked; else empty.
+    """
 
     rank: int
     score: float
     item: Item
+    service: str = ""
 
 
 @attrs.frozen

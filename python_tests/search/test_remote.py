@@ -57,7 +57,11 @@ def check_same(found: Results, expected: Results, every: Results) -> None:
 
 
 def test_the_best_of_all_services_are_those_of_one_index(
-    whole: Index, addresses: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Index,
+    addresses: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shards = Shards([addresses[0], f"{addresses[1]}/"])
     assert (shards.size(), shards.size("captions")) == (PICTURES, 5 * PICTURES)
@@ -80,6 +84,18 @@ def test_the_best_of_all_services_are_those_of_one_index(
     listed = [hit["item"]["id"] for hit in json.loads(line)["hits"]]
     assert listed == [hit.item.id for hit in shards.search("dark face", 3, exact=True).hits]
     output(capsys, "search", place, "--image", picture, "-k", 3)
+
+    # Items of two services may have the same id.
+    (line,) = output(capsys, "search", place, "face", "-k", PICTURES, "--json").splitlines()
+    first = {item.id for item in whole.items()[:4]}
+    services = {hit["item"]["id"]: hit["service"] for hit in json.loads(line)["hits"]}
+    assert services == {item.id: addresses[item.id not in first] for item in whole.items()}
+    monkeypatch.setenv("COLUMNS", "300")
+    cells = output(capsys, "search", place, "face", "-k", PICTURES).split()
+    assert [cells.count(address) for address in addresses] == [4, 8]
+    for one in (addresses[0], whole.path):
+        assert '"service"' not in output(capsys, "search", one, "face", "-k", 3, "--json")
+        assert "service" not in output(capsys, "search", one, "face", "-k", 3)
 
     for k in (0, PICTURES + 1):
         with pytest.raises(ValueError, match=f"k: expected 1 to {PICTURES}, the number of images, got {k}"):
