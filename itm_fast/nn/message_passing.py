@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from itm_fast.nn.image_encoder import linear_layer
 from itm_fast.nn.message_direction import MessageDirection, PaddedSide, Passed, without_bias
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.regulators import RecurrentAggregationRegulator, RecurrentCorrespondenceRegulator
+from itm_fast.nn.similarity import wide_linear
 
 __all__ = ["MessagePassing"]
 
@@ -125,5 +128,5 @@ class MessagePassing(nn.Module):
         if self.message_attention:
             picture, caption = l2norm(picture), l2norm(caption)
         both = picture + caption if self.fusion == "sum" else torch.cat([picture, caption], dim=2)
-        logits = self.evaluation(both).squeeze(2)
-        return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        inner, activation, last = self.evaluation
+        return torch.sigmoid(wide_linear(cast(nn.Linear, last), activation(inner(both))).squeeze(2))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.bert_text_encoder import make_bert, padded_pieces
+from itm_fast.nn.similarity import wide_linear
 
 __all__ = ["PairScores", "PairTransformer"]
 
@@ -144,8 +145,7 @@ class PairScores(nn.Module):
         seen = torch.cat([there.expand(*shape, -1) for _, there in parts], dim=2).flatten(0, 1)
         mask = torch.zeros_like(seen, dtype=hidden.dtype).masked_fill_(~seen, torch.finfo(hidden.dtype).min)
         states = self.encoder(hidden, attention_mask=mask[:, None, None]).last_hidden_state
-        logits = self.classifier(self.dropout(torch.tanh(self.pooler(states[:, 0]))))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = wide_linear(self.classifier, self.dropout(torch.tanh(self.pooler(states[:, 0]))))
         odds = (logits[:, 1] - logits[:, 0]).view(shape)
         return odds.sigmoid() if self.probability else odds
 

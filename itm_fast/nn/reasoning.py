@@ -18,6 +18,7 @@ from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.nn.regulators import CrossAttentionAlignments
 from itm_fast.nn.residual_image_encoder import RowNorm
+from itm_fast.nn.similarity import wide_linear
 
 __all__ = [
     "RegionSelfAttention",
@@ -248,6 +249,9 @@ class SimilarityReasoning(nn.Module):
         if alignments.shape[1] == 0:
             return alignments.new_zeros(alignments.shape[0], dtype=torch.promote_types(alignments.dtype, torch.float32))
         nodes = torch.cat([global_alignment[:, None], alignments], dim=1)
-        logits = [self.evaluations[name](head(nodes)).squeeze(1) for name, head in self.heads.items()]
-        scores = [torch.sigmoid(part.to(torch.promote_types(part.dtype, torch.float32))) for part in logits]
+        logits = [
+            wide_linear(cast(nn.Linear, self.evaluations[name]), head(nodes)).squeeze(1)
+            for name, head in self.heads.items()
+        ]
+        scores = [torch.sigmoid(part) for part in logits]
         return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2
