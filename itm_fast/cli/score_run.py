@@ -58,7 +58,7 @@ def run_score(options: ScoreOptions) -> None:
         warnings.warn(note, stacklevel=2)
     look = Look(source.n_images, source.n_captions)
     results = _score(options, source, owners, look)
-    looked_at = next((result for result in results if result.rankings), None)
+    looked_at = next((result for result in results if result.name == _least_folded(options)), None)
     if looked_at is None:
         looked_at = _score(attrs.evolve(options, protocols=["full"], folds=1), source, owners, look)[0]
     found = suspicions(source, owners, look, [fold.ranks for fold in looked_at.rankings], options.ties)
@@ -160,12 +160,19 @@ def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Loo
     found: dict[str, Scored] = {}
     if by_truth:
         found = score_by_truth(by_truth, source, owners, options.truth, folds=options.folds, seed=options.seed)
-    # The first pass over all tiles also looks at them.
     for name in dict.fromkeys(options.protocols):
         if name not in found:
             found[name] = score_protocol(
                 name, source, owners, folds=options.folds, ties=options.ties,
-                top=top if look is not None else 0,
-                look=None if any(result.rankings for result in found.values()) else look, progress=True,
+                top=top if look is not None else 0, look=look if name == _least_folded(options) else None,
+                progress=True,
             )  # fmt: skip
     return [found[name] for name in dict.fromkeys(options.protocols)]
+
+
+def _least_folded(options: ScoreOptions) -> str | None:
+    """Return the protocol with rankings that reads the most pairs: only pairs within a fold are read."""
+    from itm_fast.evaluation.standards import PROTOCOLS, folds_of
+
+    ranked = [name for name in options.protocols if not PROTOCOLS[name].truth]
+    return min(ranked, key=lambda name: folds_of(name, options.folds), default=None)

@@ -17,6 +17,7 @@ from itm_fast.evaluation.ground_truth import Ids
 from itm_fast.evaluation.ranking import rank_folds, saved_rankings
 from itm_fast.evaluation.score_sources import MatrixScores
 from itm_fast.evaluation.score_truth import score_truth
+from itm_fast.evaluation.standards import PROTOCOLS, Standard
 from python_tests.helpers.commands import error
 from python_tests.helpers.plain_retrieval import fold_means, standard
 
@@ -209,6 +210,26 @@ def test_several_protocols_of_flickr30k(tmp_path: Path, capsys: pytest.CaptureFi
         "protocol coco1k: expected all 5,000 images of the test split of COCO, in five folds; found 1,000 images and "
         "5,000 captions: one fold of COCO, or Flickr30K? --protocol full evaluates any split",
     )
+
+
+@pytest.mark.parametrize("order", [["coco1k", "coco5k"], ["coco5k", "coco1k"]])
+def test_warnings_are_those_of_the_fewest_folds(
+    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folds leave out most pairs, so the protocol with one fold is the one to look at."""
+    monkeypatch.setitem(PROTOCOLS, "coco1k", Standard(folds=3, images=(12,)))
+    monkeypatch.setitem(PROTOCOLS, "coco5k", Standard(images=(12,)))
+    scores = table()
+    scores[0, 59] = np.nan
+    np.save(tmp_path / "scores.npy", scores)
+    with pytest.warns(UserWarning, match="^scores that are NaN: 1, the first of image 0 and caption 59"):
+        run(
+            tmp_path / "scores.npy", *[word for name in order for word in ("--protocol", name)],
+            "--bootstrap", 0, "--json", tmp_path / "r.json",
+        )  # fmt: skip
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert list(found["protocols"]) == order
+    assert len(found["warnings"]) == 1
 
 
 def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
