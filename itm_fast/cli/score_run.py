@@ -32,7 +32,7 @@ __all__ = ["run_score", "score_by_truth", "truth_ids"]
 def run_score(options: ScoreOptions) -> None:
     """Evaluate the scores, write the files and print the tables."""
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
-    from itm_fast.evaluation.suspicion import Look, suspicions
+    from itm_fast.evaluation.suspicion import captions_per_image
     from itm_fast.files import atomic
     from itm_fast.files.documents import json_text
     from itm_fast.files.processors import set_threads
@@ -56,15 +56,15 @@ def run_score(options: ScoreOptions) -> None:
     second = None if options.against is None else open_second(options, opened)
     for note in [*opened.notes, *([] if second is None else second.notes)]:
         warnings.warn(note, stacklevel=2)
-    look = Look(source.n_images, source.n_captions)
-    results = _score(options, source, owners, look)
-    looked_at = next((result for result in results if result.name == _least_folded(options)), None)
-    if looked_at is None:
-        looked_at = _score(attrs.evolve(options, protocols=["full"], folds=1), source, owners, look)[0]
-    found = suspicions(source, owners, look, [fold.ranks for fold in looked_at.rankings], options.ties)
-    for line in found:
+    results, looked_at, found = _looked(options, source, owners)
+    others, against = None, []
+    if second is not None:
+        others, _, lines = _looked(attrs.evolve(options, rankings=None, report=None), second.source, owners)
+        # Both matrices have the same captions per image.
+        shared = captions_per_image(owners, source.n_images)
+        against = [f"{options.against}: {line}" for line in lines if line not in shared]
+    for line in [*found, *against]:
         warnings.warn(line, stacklevel=2)
-    others = None if second is None else _score(options, second.source, owners, None)
     paths = (options.scores, options.image_embeddings, options.caption_embeddings)
     reports = {
         result.name: report_protocol(
@@ -81,7 +81,7 @@ def run_score(options: ScoreOptions) -> None:
         "images": source.n_images,
         "captions": source.n_captions,
         "ties": options.ties,
-        "warnings": [*opened.notes, *found],
+        "warnings": [*opened.notes, *found, *([] if second is None else second.notes), *against],
         "bootstrap": {"samples": options.bootstrap, "seed": options.seed},
         **({} if second is None else {"permutations": options.permutations}),
         "protocols": {name: part for name, (_, part) in reports.items()},
@@ -151,7 +151,20 @@ def _check_targets(options: ScoreOptions) -> None:
             raise ValueError(f"{option}: {target} is also given as {other}; choose another file to write")
 
 
-def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Look | None) -> list[Scored]:
+def _looked(options: ScoreOptions, source: ScoreSource, owners: Tensor) -> tuple[list[Scored], Scored, list[str]]:
+    """Return the results, the one with rankings that reads the most pairs, and what is suspicious in it."""
+    from itm_fast.evaluation.suspicion import Look, suspicions
+
+    look = Look(source.n_images, source.n_captions)
+    results = _score(options, source, owners, look)
+    looked_at = next((result for result in results if result.name == _least_folded(options)), None)
+    if looked_at is None:
+        looked_at = _score(attrs.evolve(options, protocols=["full"], folds=1), source, owners, look)[0]
+    ranks = [fold.ranks for fold in looked_at.rankings]
+    return results, looked_at, suspicions(source, owners, look, ranks, options.ties)
+
+
+def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Look) -> list[Scored]:
     from itm_fast.evaluation.score_protocols import score_protocol
     from itm_fast.evaluation.standards import PROTOCOLS
 
@@ -164,8 +177,7 @@ def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Loo
         if name not in found:
             found[name] = score_protocol(
                 name, source, owners, folds=options.folds, ties=options.ties,
-                top=top if look is not None else 0, look=look if name == _least_folded(options) else None,
-                progress=True,
+                top=top, look=look if name == _least_folded(options) else None, progress=True,
             )  # fmt: skip
     return [found[name] for name in dict.fromkeys(options.protocols)]
 

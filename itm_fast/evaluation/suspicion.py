@@ -1,6 +1,6 @@
 """Say what is suspicious about given scores, because a wrong layout still gives numbers.
 
-Inside: `Look`, `suspicions`.
+Inside: `Look`, `captions_per_image`, `suspicions`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from itm_fast.evaluation.ranks import Ranks
 from itm_fast.evaluation.score_sources import ScoreSource
 
-__all__ = ["Look", "suspicions"]
+__all__ = ["Look", "captions_per_image", "suspicions"]
 
 # Ties of more queries than this are mentioned.
 _TIES = 1000
@@ -112,7 +112,7 @@ def suspicions(
                 f"{what}s that have the same score with all {others}: {len(constant):,}, the first is {what} "
                 f"{int(constant[0])}: were all rows and columns filled?"
             )
-    found += _captions_per_image(caption_image, source.n_images)
+    found += captions_per_image(caption_image, source.n_images)
     found += _wrong_layout(source, caption_image, ranks)
     count = "count" if ties == "pessimistic" else "do not count"
     for kind, counts in (
@@ -128,7 +128,13 @@ def suspicions(
     return found
 
 
-def _captions_per_image(caption_image: Tensor, n_images: int) -> list[str]:
+def captions_per_image(caption_image: Tensor, n_images: int) -> list[str]:
+    """Return a line if images have another number of captions than those of the published data sets.
+
+    Args:
+        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        n_images: number of images.
+    """
     counts = torch.bincount(caption_image, minlength=n_images)
     if bool((counts == _PER_IMAGE).all()):
         return []

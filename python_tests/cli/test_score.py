@@ -90,6 +90,30 @@ def test_two_matrices(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ]  # fmt: skip
 
 
+def test_the_second_matrix_is_looked_at(file: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    other = table(1)
+    other[0, 59] = np.nan
+    np.save(tmp_path / "other.npy", other.T)
+    run(
+        file, "--against", tmp_path / "other.npy", "--bootstrap", 0, "--permutations", 9,
+        "--json", tmp_path / "r.json", "--report", tmp_path / "page.html",
+    )  # fmt: skip
+    found = json.loads((tmp_path / "r.json").read_text())["warnings"]
+    assert [str(one.message) for one in recwarn] == found
+    assert found[0].startswith(f"{tmp_path / 'other.npy'}: 60 x 12: read as captions x images")
+    assert found[1:] == [
+        f"{tmp_path / 'other.npy'}: scores that are NaN: 1, the first of image 0 and caption 59; they count as the "
+        "lowest"
+    ]
+    assert all(line in (tmp_path / "page.html").read_text() for line in found)
+
+
+def test_captions_per_image_are_named_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    np.save(tmp_path / "scores.npy", table()[:, ::5])
+    run(tmp_path / "scores.npy", "--against", tmp_path / "scores.npy", "--bootstrap", 0, "--permutations", 9)
+    assert [str(one.message) for one in recwarn] == ["captions per image: 1; the published data sets have 5"]
+
+
 def test_two_matrices_without_resamples_have_no_intervals(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
