@@ -127,6 +127,14 @@ def score(
             rich_help_panel=_TESTS,
         ),
     ] = None,
+    against_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the array in the file of --against; default: that of --key, and none for .npy.",
+            rich_help_panel=_TESTS,
+        ),
+    ] = None,
     permutations: Annotated[
         int,
         typer.Option(
@@ -194,7 +202,7 @@ def score(
             caption_image=caption_image, protocols=protocol or ["full"], folds=folds,
             truth=TruthOptions(ground_truth, image_ids, caption_ids),
             ties="optimistic" if optimistic else "pessimistic", bootstrap=bootstrap, against=against,
-            permutations=permutations, seed=seed, data=data, split=split, report=report,
+            against_key=against_key, permutations=permutations, seed=seed, data=data, split=split, report=report,
             rankings=rankings, top=top, json_file=json_file, threads=threads,
         )
     )  # fmt: skip

@@ -119,14 +119,16 @@ def open_scores(options: ScoreOptions, n_captions: int | None) -> Opened:
 def open_second(options: ScoreOptions, first: Opened) -> Opened:
     """Open the matrix of --against, which must have the images and captions of `first`."""
     from itm_fast.evaluation.opening import open_matrix
+    from itm_fast.files.arrays import open_array
 
     path = options.against
     assert path is not None
-    n_images = first.source.n_images
-    second = open_matrix(
-        path, options.key, captions_first=options.captions_first, distances=options.distances,
-        n_captions=first.source.n_captions,
-    )  # fmt: skip
+    n_images, n_captions = first.source.n_images, first.source.n_captions
+    # A .npy file has no names, so --key is for the first file alone.
+    key = options.against_key or (None if path.suffix.lower() == ".npy" else options.key)
+    # The second file may be the other way round, which the number of captions tells if there are fewer images.
+    captions_first = options.captions_first and open_array(path, key).shape[0] == n_captions
+    second = open_matrix(path, key, captions_first=captions_first, distances=options.distances, n_captions=n_captions)
     if second.source.n_images != n_images:
         raise ValueError(
             f"{path}: expected scores of the same {n_images:,} images, found {second.source.n_images:,}: scores of "

@@ -50,6 +50,7 @@ class ScoreOptions:
     ties: str
     bootstrap: int
     against: Path | None
+    against_key: str | None
     permutations: int
     seed: int
     data: Path | None

@@ -108,6 +108,42 @@ def test_the_second_matrix_is_looked_at(file: Path, tmp_path: Path, recwarn: pyt
     assert all(line in (tmp_path / "page.html").read_text() for line in found)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_second_matrix_has_its_own_name_and_layout(transposed: bool, tmp_path: Path) -> None:
+    """The options of the first file are forced on no other one."""
+    np.savez(tmp_path / "first.npz", sims=table().T, other=table(2).T)
+    mine, sims = (table(seed).T if transposed else table(seed) for seed in (1, 3))
+    np.save(tmp_path / "second.npy", mine)
+    np.savez(tmp_path / "second.npz", sims=sims, mine=mine)
+    for name, more, seed in (
+        ("second.npy", [], 1),
+        ("second.npz", ["--against-key", "mine"], 1),
+        ("second.npz", [], 3),
+    ):
+        run(
+            tmp_path / "first.npz", "--key", "sims", "--captions-first", "--against", tmp_path / name, *more,
+            "--bootstrap", 0, "--permutations", 9, "--json", tmp_path / "r.json",
+        )  # fmt: skip
+        found = json.loads((tmp_path / "r.json").read_text())
+        assert found["warnings"] == []
+        against, expected = found["protocols"]["full"]["against"], standard(table(seed).tolist(), OWNERS.tolist())
+        assert {measure: against[measure] for measure in expected} == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("flags", [[], ["--captions-first"]])
+def test_a_square_second_matrix_lies_as_the_first(flags: list[str], tmp_path: Path) -> None:
+    scores = table()[:, ::5]
+    np.save(tmp_path / "scores.npy", scores.T if flags else scores)
+    with pytest.warns(UserWarning, match="captions per image: 1"):
+        run(
+            tmp_path / "scores.npy", *flags, "--against", tmp_path / "scores.npy", "--bootstrap", 0,
+            "--permutations", 9, "--json", tmp_path / "r.json",
+        )  # fmt: skip
+    result = json.loads((tmp_path / "r.json").read_text())["protocols"]["full"]
+    assert all(one["difference"] == 0 for one in result["against"]["differences"].values())
+    assert result["t2i_r1"] == pytest.approx(standard(scores.tolist(), list(range(12)))["t2i_r1"])
+
+
 def test_captions_per_image_are_named_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     np.save(tmp_path / "scores.npy", table()[:, ::5])
     run(tmp_path / "scores.npy", "--against", tmp_path / "scores.npy", "--bootstrap", 0, "--permutations", 9)
