@@ -13,6 +13,8 @@ from torch import Tensor
 
 from itm_fast.distributed import World, gather_rows, sum_of_all
 from itm_fast.evaluation.distance import MeanDistance
+from itm_fast.ops.retrieval import TIES
+from itm_fast.reference import validation
 
 __all__ = ["FoldRanks", "Ranks", "compared"]
 
@@ -41,7 +43,7 @@ class Ranks:
         owners: position of each caption's image among the images, int64 `(n_captions,)`; in ascending order if there
             are several processes.
         n_images: number of images.
-        ties: "pessimistic" or "optimistic", as in `itm_fast.functional.retrieval_ranks`.
+        ties: "pessimistic" or "optimistic", as in `itm_fast.functional.retrieval_ranks`; ValueError for others.
 
     Attributes:
         image_to_text: int64 `(n_images,)`: rank from 0 of the best own caption; -1 without captions.
@@ -52,6 +54,7 @@ class Ranks:
     """
 
     def __init__(self, owners: Tensor, n_images: int, ties: str) -> None:
+        validation.check_option("ties", ties, TIES)
         self._owners, self._pessimistic = owners, ties == "pessimistic"
         self._own: Tensor | None = None
         self._best = torch.full((n_images,), torch.nan, dtype=torch.float64)

@@ -25,7 +25,9 @@ from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 from itm_fast.evaluation.streaming import CHUNK_CAPTIONS, Member, stream_ranks, top_k
 from itm_fast.fragments import Fragments
 from itm_fast.functional import recall_summary
+from itm_fast.ops.retrieval import TIES
 from itm_fast.ops.sets import leaves_of
+from itm_fast.reference import validation
 
 __all__ = ["rerank"]
 
@@ -75,9 +77,11 @@ def rerank(
         `evaluate`.
 
     Raises:
-        ValueError: `k` or a tile size is below 1, the data sets differ, or a fold is refused as in `evaluate`.
+        ValueError: `k` or a tile size is below 1, `ties` is unknown, the data sets differ, or a fold is refused
+            as in `evaluate`.
     """
     check_tiles(tile_images, tile_captions)
+    validation.check_option("ties", ties, TIES)
     if k < 1:
         raise ValueError(f"k: expected at least 1 candidate per query, got {k}")
     _check_same(dataset, candidates[1])

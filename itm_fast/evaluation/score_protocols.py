@@ -13,7 +13,7 @@ from torch import Tensor
 from itm_fast.evaluation.measures import Measures, recall_measures
 from itm_fast.evaluation.ranking import Ranking, rank_folds, summarize
 from itm_fast.evaluation.score_sources import ScoreSource
-from itm_fast.evaluation.standards import folds_of
+from itm_fast.evaluation.standards import PROTOCOLS, folds_of
 from itm_fast.evaluation.suspicion import Look
 
 __all__ = ["Scored", "score_protocol"]
@@ -62,12 +62,15 @@ def score_protocol(
         progress: show a progress bar if stderr is a terminal.
 
     Raises:
-        ValueError: as in `rank_folds`, or the protocol has other folds.
+        ValueError: as in `rank_folds`, the protocol has other folds or its own positives, or `ties` is unknown.
     """
+    n_folds = folds_of(name, folds)
+    if PROTOCOLS[name].truth:
+        raise ValueError(f"protocol {name}: its positives are in files; use evaluation.score_truth.score_truth")
     rankings = rank_folds(
         source,
         caption_image,
-        folds=folds_of(name, folds),
+        folds=n_folds,
         first_images=first_images,
         ties=ties,
         top=top,

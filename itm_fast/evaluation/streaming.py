@@ -79,7 +79,7 @@ def stream_ranks(
         The ranks of each member, and those of the ensemble. Ranks of captions are in the order of `captions`.
 
     Raises:
-        ValueError: a tile size is below 1.
+        ValueError: a tile size is below 1, or `ties` is unknown.
     """
     check_tiles(tile_images, tile_captions)
     world = world or World()

@@ -115,6 +115,8 @@ def test_what_is_refused() -> None:
     mine = TextGallery(["a", "b", "c", "d"])
     with pytest.raises(ValueError, match=r"^k: expected at least 1 candidate per query, got 0$"):
         rerank(model, mine, (model, mine), 0)
+    with pytest.raises(ValueError, match=r"^ties: expected one of 'pessimistic', 'optimistic', got 'some'"):
+        rerank(model, mine, (model, mine), 1, ties="some")
     for other, found in (
         (TextGallery(["a", "b", "c", "e"]), r"2 images, 4 captions"),
         (Gallery([0, 1, 1, 1], 2), r"2 images, 4 captions"),

@@ -114,6 +114,15 @@ def test_owners_that_do_not_fit_the_scores(owners: torch.Tensor, message: str) -
 # Intervals and tests
 
 
+def test_options_of_a_protocol() -> None:
+    with pytest.raises(ValueError, match="ties: expected one of 'pessimistic', 'optimistic', got 'some'"):
+        score_protocol("full", MatrixScores(table()), OWNERS, ties="some")
+    for name in ("eccv", "cxc", "pmrp"):
+        message = f"protocol {name}: its positives are in files; use evaluation.score_truth.score_truth"
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            score_protocol(name, MatrixScores(table()), OWNERS)
+
+
 def resampled(scores: np.ndarray, drawn: list[int]) -> dict[str, float]:
     """The measures of the images `drawn`, with repetitions, among all images and captions."""
     hits: dict[str, list[float]] = {}

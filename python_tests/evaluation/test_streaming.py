@@ -136,6 +136,8 @@ def test_what_is_refused() -> None:
         top_k(TableModel(random_table(2, 2)), Gallery([0, 1], 2), 0)
     with pytest.raises(ValueError, match="tile_images: expected at least 1, got 0"):
         evaluate(TableModel(random_table(2, 2)), Gallery([0, 1], 2), streaming=True, tile_images=0)
+    with pytest.raises(ValueError, match="ties: expected one of 'pessimistic', 'optimistic', got 'some'"):
+        evaluate(TableModel(random_table(2, 2)), Gallery([0, 1], 2), streaming=True, ties="some")
 
 
 def test_the_command_gives_the_same_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
