@@ -288,5 +288,13 @@ def test_the_table() -> None:
     del worst["mean_distance"]
     assert recall_table({"trained": best, "no": worst}).splitlines()[1] == lines[1][:-8]
     assert len({len(line) for line in lines}) == 1
+    for distance, cell in (
+        (999.99, "999.99"), (-1234.56, "-1235"), (-123456.7, "-1.235e+05"), (2.5e30, "2.5e+30"),
+    ):  # fmt: skip
+        rows = recall_table({"trained": {**best, "mean_distance": distance, "t2i_meanr": 123456789.0}, "no": worst})
+        long = rows.splitlines()
+        assert long[2].split() == ["trained", *["100.0"] * 3, "1.0", "1.0", *["100.0"] * 3, "1.0", "123456789.0",
+                                   "600.0", cell]  # fmt: skip
+        assert len({len(line) for line in long}) == 1
     # Numbers end where the titles above them end.
     assert lines[1].index("R@1") + 3 == lines[2].index("100.0") + 5
