@@ -3,7 +3,8 @@
 Inside: `Comparison`, `intervals`, `compare`.
 
 Images are resampled, and their captions with them, because the captions of an image are not independent. The gallery
-stays as it is: ranks are not counted again. With folds, each fold is resampled by itself.
+stays as it is: ranks are not counted again. With folds, each fold is resampled by itself. Images without queries are
+not drawn.
 """
 
 from __future__ import annotations
@@ -95,9 +96,12 @@ def compare(
 def _resamples(measures: Measures, samples: int, seed: int) -> Iterator[Floats]:
     """Yield how often each image was drawn, with replacement and from its own fold."""
     random = np.random.default_rng([seed, 0])
+    queried = measures.queried
+    folds = [fold[queried[fold]] for fold in measures.folds]
     for _ in range(samples):
         weights = np.zeros(measures.n_images)
-        for fold in measures.folds:
+        # A measure of a fold without queries is NaN, whatever is drawn.
+        for fold in filter(len, folds):
             drawn = random.integers(0, len(fold), len(fold))
             weights[fold] = np.bincount(drawn, minlength=len(fold))
         yield weights

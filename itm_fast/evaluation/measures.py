@@ -51,6 +51,11 @@ class Measures:
         """Names of the measures, in the order in which they were added."""
         return [*self._sums, *self._totals]
 
+    @property
+    def queried(self) -> npt.NDArray[np.bool_]:
+        """Whether an image has a query of any measure, `(n_images,)`."""
+        return np.any([np.zeros(self.n_images), *self._counts.values()], axis=0)
+
     def values(self, weights: Floats | None = None) -> Floats:
         """Return the values of all measures.
 

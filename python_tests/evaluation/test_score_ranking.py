@@ -162,6 +162,23 @@ def test_intervals_are_those_of_resampled_images() -> None:
         assert (low, high) == pytest.approx(expected), name
 
 
+def test_images_without_captions_are_not_drawn() -> None:
+    """A sample of such images alone would have no queries, so no recalls."""
+    scores, owners = table()[:, :6], torch.tensor([0, 0, 0, 7, 7, 7])
+    two = [score_protocol("full", MatrixScores(one), owners).measures for one in (scores, -scores)]
+    ends = intervals(two[0], samples=50)
+    assert all(low <= high for low, high in ends.values())
+    random = np.random.default_rng([0, 0])
+    drawn = []
+    for _ in range(50):
+        weights = np.zeros(12)
+        weights[[0, 7]] = np.bincount(random.integers(0, 2, 2), minlength=2)
+        drawn.append(two[0].values(weights)[two[0].names.index("rsum")])
+    assert ends["rsum"] == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])))
+    compared = compare(*two, samples=50, permutations=5)
+    assert all(one.lowest <= one.highest for one in compared.values())
+
+
 def test_folds_are_resampled_by_themselves() -> None:
     found = score_protocol("full", MatrixScores(table()), OWNERS, folds=3).measures
     random = np.random.default_rng([0, 0])
