@@ -112,10 +112,17 @@ class RetrievalRecall:
     def __call__(
         self, images: Tensor, captions: Tensor, image_ids: Tensor, caption_image_ids: Tensor | None = None
     ) -> dict[str, float]:
-        """Add a batch, and return the recalls of this batch alone."""
-        self.update(images, captions, image_ids, caption_image_ids)
+        """Add a batch, and return the recalls of this batch alone.
+
+        Raises:
+            ValueError: as in `update` and `compute`, such as for a caption of an image of an earlier batch. Nothing is
+                added then.
+        """
         batch = RetrievalRecall(similarity=self._similarity, ties=self._ties)
         batch.update(images, captions, image_ids, caption_image_ids)
-        return batch.compute()
+        # First, because a batch that has no value of its own must not be added.
+        found = batch.compute()
+        self.update(images, captions, image_ids, caption_image_ids)
+        return found
 
     forward = __call__

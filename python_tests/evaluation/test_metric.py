@@ -91,6 +91,11 @@ def test_what_is_refused() -> None:
     found.update(IMAGES[:1], CAPTIONS[:1], NUMBERS[:1], NUMBERS[1:2])
     with pytest.raises(ValueError, match=r"^compute: no embedding of image 3, to which a caption belongs$"):
         found.compute()
+    before = RetrievalRecall()
+    before.update(IMAGES, CAPTIONS[:9], NUMBERS)
+    with pytest.raises(ValueError, match=r"^compute: no embedding of image 3, to which a caption belongs$"):
+        before(IMAGES[:1], CAPTIONS[:1], NUMBERS[:1], NUMBERS[1:2])
+    assert before.compute() == pytest.approx(expected("cosine", IMAGES, CAPTIONS[:9], torch.arange(9)), rel=1e-12)
     with pytest.raises(ValueError, match=r"^similarity: expected cosine or dot, got 'l2'$"):
         RetrievalRecall(similarity="l2")
     with pytest.raises(ValueError, match=r"^ties: expected pessimistic or optimistic, got 'any'$"):
