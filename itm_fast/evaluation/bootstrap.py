@@ -50,11 +50,13 @@ def intervals(measures: Measures, *, samples: int = 1000, seed: int = 0) -> dict
 
     Args:
         measures: the measures.
-        samples: number of resamples.
+        samples: number of resamples; 0: no intervals.
         seed: seed of the resampling.
 
     Source: Efron, Bootstrap methods: another look at the jackknife, 1979.
     """
+    if not samples:
+        return {}
     drawn = np.array([measures.values(weights) for weights in _resamples(measures, samples, seed)])
     ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     return {name: (float(low), float(high)) for name, low, high in zip(measures.names, *ends, strict=True)}

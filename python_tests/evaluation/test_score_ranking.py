@@ -162,6 +162,10 @@ def test_intervals_are_those_of_resampled_images() -> None:
         assert (low, high) == pytest.approx(expected), name
 
 
+def test_no_samples_give_no_intervals() -> None:
+    assert intervals(measures_of(table()), samples=0) == {}
+
+
 def test_images_without_captions_are_not_drawn() -> None:
     """A sample of such images alone would have no queries, so no recalls."""
     scores, owners = table()[:, :6], torch.tensor([0, 0, 0, 7, 7, 7])
