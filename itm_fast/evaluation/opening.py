@@ -5,6 +5,7 @@ Inside: `Opened`, `open_matrix`, `open_embeddings`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import attrs
@@ -31,7 +32,7 @@ class Opened:
 
 
 def open_matrix(
-    path: Path,
+    path: str | os.PathLike[str],
     key: str | None = None,
     *,
     captions_first: bool = False,
@@ -55,6 +56,7 @@ def open_matrix(
         ValueError: it holds no matrix, or its shape cannot be one of images and captions; one line says what was
             expected and found, and the likely cause.
     """
+    path = Path(path)
     array = open_array(path, key)
     rows, columns = _sizes(path, array, "a score matrix (images, captions)")
     shape, notes = f"{rows:,} x {columns:,}", []
@@ -89,8 +91,8 @@ def open_matrix(
 
 
 def open_embeddings(
-    images: Path,
-    captions: Path,
+    images: str | os.PathLike[str],
+    captions: str | os.PathLike[str],
     image_key: str | None = None,
     caption_key: str | None = None,
     *,
@@ -113,6 +115,7 @@ def open_embeddings(
     """
     if similarity not in SIMILARITIES:
         raise ValueError(f"similarity: expected {' or '.join(SIMILARITIES)}, got {similarity!r}")
+    images, captions = Path(images), Path(captions)
     of_images, of_captions = open_array(images, image_key), open_array(captions, caption_key)
     rows, width = _sizes(images, of_images, "embeddings (images, channels)")
     columns, other = _sizes(captions, of_captions, "embeddings (captions, channels)")

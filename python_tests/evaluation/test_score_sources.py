@@ -117,6 +117,15 @@ def test_embeddings_are_scored_by_cosine_or_inner_product() -> None:
     )
 
 
+def test_paths_may_be_texts(tmp_path: Path) -> None:
+    file = saved(tmp_path / "m.npy", matrix())
+    rows, columns = torch.arange(len(matrix())), torch.arange(matrix().shape[1])
+    tile = open_matrix(file).source.tile(rows, columns)
+    assert torch.equal(open_matrix(str(file)).source.tile(rows, columns), tile)
+    found = [open_embeddings(kind(file), kind(file)).source.tile(rows, rows) for kind in (str, Path)]
+    assert torch.equal(*found)
+
+
 def test_layouts_are_found_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "s.npy"
     for array, note in (
