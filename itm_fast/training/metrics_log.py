@@ -17,7 +17,7 @@ __all__ = ["MetricsLog", "read_metrics"]
 # These must be numbers: they locate a line, or are plotted.
 _NUMBERS = (
     "step", "epoch", "seconds", "loss", "lr", "rsum", "image_grad_norm", "hardest_gap", "i2t_hardest_share",
-    "t2i_hardest_share", "hardest_distance", "image_cosine", "caption_cosine",
+    "t2i_hardest_share", "hardest_distance", "image_cosine", "caption_cosine", "domain_risk",
 )  # fmt: skip
 
 

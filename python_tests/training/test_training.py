@@ -43,6 +43,7 @@ def test_log_truncates_to_a_size(tmp_path: Path) -> None:
         (b'{"loss": 1e308}', "loss: expected a number below 1e+100 in size, got 1e+308"),
         (b'{"loss": true}', "loss: expected a number below 1e+100 in size, got True"),
         (b'{"step": "1"}', "step: expected a number below 1e+100 in size, got '1'"),
+        (b'{"domain_risk": "x"}', "domain_risk: expected a number below 1e+100 in size, got 'x'"),
         (b'{"step": 1' + b"0" * 400 + b"}", "step: expected a number below 1e+100 in size, got 1" + "0" * 59 + "..."),
         (b'{"loss": 1}', "'step' is missing"),
     ],
