@@ -100,6 +100,7 @@ def evaluate(
     Several processes share the work: torchrun --nproc-per-node N -m itm_fast evaluate ...
     """
     import time
+    import warnings
 
     import torch
 
@@ -108,6 +109,7 @@ def evaluate(
     from itm_fast.distributed import joined
     from itm_fast.evaluation.measures import recall_measures
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
+    from itm_fast.evaluation.suspicion import captions_per_image
     from itm_fast.files import atomic
     from itm_fast.files.documents import json_text
     from itm_fast.files.processors import device_of, set_threads
@@ -143,8 +145,12 @@ def evaluate(
                 cheap.append((other, dataset_of(candidates_data or data, split, vocabulary, other, candidates)))
                 sources.append({"checkpoint": str(candidates), "vocabulary": str(path)})
             if protocol is not None:
-                dataset = members[0][1]
-                check_sizes(protocol, first_images or dataset.n_images, len(dataset), any_captions=True)
+                owners, count = members[0][1].caption_image, first_images or members[0][1].n_images
+                owners = owners[owners < count]
+                # The data say which image a caption belongs to, so other numbers of captions can be evaluated.
+                check_sizes(protocol, count, len(owners), any_captions=True)
+                for line in captions_per_image(owners, count):
+                    warnings.warn(f"{data}: split {split}: {line}", stacklevel=2)
             for dataset in dict.fromkeys(dataset for _, dataset in members + cheap):
                 warn_of_unknown_words(dataset)
         start = time.perf_counter()

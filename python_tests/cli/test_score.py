@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -391,6 +392,28 @@ def test_evaluate_takes_the_protocols(
         del results[-1]["seconds"]
     assert results[1].pop("protocol") == "full"
     assert results[0] == results[1]
+
+
+def test_evaluate_names_other_numbers_of_captions_per_image(
+    data: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Images with a sixth caption, as those of COCO may have, still have a result."""
+    monkeypatch.setitem(PROTOCOLS, "f30k", Standard(images=(9, 10)))
+    copy = Path(shutil.copytree(data, tmp_path / "data"))
+    (copy / "test_cap2im.txt").write_text("".join(f"{number // 5}\n" for number in range(50)))
+    command = ["evaluate", "--checkpoint", trained, "--data", copy, "--bootstrap", 0, "--protocol", "f30k"]
+    assert cli.run(list(map(str, command))) == 0
+    assert [str(one.message) for one in recwarn] == []
+    with (copy / "test_caps.txt").open("a") as file:
+        file.write("a dog\n")
+    with (copy / "test_cap2im.txt").open("a") as file:
+        file.write("9\n")
+    assert cli.run(list(map(str, [*command, "--first-images", 9]))) == 0
+    assert [str(one.message) for one in recwarn] == []
+    assert cli.run(list(map(str, command))) == 0
+    assert [str(one.message) for one in recwarn] == [
+        f"{copy}: split test: captions per image: 5 to 6; the published data sets have 5"
+    ]
 
 
 def test_evaluate_and_its_model_card_have_the_intervals_of_the_scores(
