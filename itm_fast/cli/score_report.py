@@ -1,6 +1,6 @@
 """The page of `itm-fast score --report`.
 
-Inside: `SHOWN`, `write_page`.
+Inside: `write_page`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from itm_fast.data import PrecomputedDataset
     from itm_fast.evaluation import Scored, ScoreSource
-    from itm_fast.report import ImageQuery, MeasureTable, TextQuery
+    from itm_fast.report import Hit, ImageQuery, MeasureTable, TextQuery
 
-__all__ = ["SHOWN", "write_page"]
+__all__ = ["write_page"]
 
 # Hits shown for each query.
-SHOWN = 5
+_SHOWN = 5
 _TEXT_QUERIES, _IMAGE_QUERIES = 12, 8
 
 
@@ -39,15 +39,15 @@ def write_page(
     Args:
         path: page to write.
         content: the JSON of the command.
-        result: a protocol with rankings of at least `SHOWN` best matches.
+        result: a protocol with rankings.
         source: the scores.
         owners: index of the image of each caption, int64 `(n_captions,)`.
         dataset: texts and pictures; None: captions and images are shown by number.
     """
     from itm_fast.report import ScoreReport, write_scores
 
-    text_queries = _worst_captions(result, owners, _texts(dataset, source.n_captions))
-    image_queries = _worst_images(result, source, owners)
+    text_queries = _worst_captions(result, source, owners, _texts(dataset, source.n_captions), content["ties"])
+    image_queries = _worst_images(result, source, owners, content["ties"])
     shown = {hit.item for query in text_queries for hit in query.hits} | {query.picture for query in image_queries}
     pictures, names, credits = _pictures(dataset, sorted(shown))
     files = ", ".join(Path(name).name for name in content["scores"])
@@ -72,7 +72,7 @@ def write_page(
             captions=_texts(dataset, source.n_captions),
             text_queries=text_queries,
             image_queries=image_queries,
-            top=SHOWN,
+            top=_SHOWN,
             facts=facts,
             credits=credits,
         ),
@@ -113,33 +113,55 @@ def _table(name: str, measures: Mapping[str, Any]) -> MeasureTable:
     return MeasureTable(title, header, rows)
 
 
-def _worst_captions(result: Scored, owners: Tensor, captions: Sequence[str]) -> list[TextQuery]:
-    from itm_fast.report import Hit, TextQuery
+def _worst_captions(
+    result: Scored, source: ScoreSource, owners: Tensor, captions: Sequence[str], ties: str
+) -> list[TextQuery]:
+    from itm_fast.report import TextQuery
 
     found = []
     for rank, fold, place in _worst(result, "text_to_image", _TEXT_QUERIES):
         caption = int(fold.captions[place])
-        own, best = int(owners[caption]), fold.best_images[place].tolist()
-        hits = [Hit(item, number, item == own) for number, item in enumerate(best[:SHOWN], start=1)]
-        if own not in best[:SHOWN]:
-            hits.append(Hit(own, rank + 1, True))
-        found.append(TextQuery(captions[caption], hits))
+        scores = source.tile(fold.images, fold.captions[place : place + 1])[:, 0]
+        found.append(
+            TextQuery(captions[caption], _hits(scores, fold.images, fold.images == owners[caption], rank, ties))
+        )
     return found
 
 
-def _worst_images(result: Scored, source: ScoreSource, owners: Tensor) -> list[ImageQuery]:
-    from itm_fast.report import Hit, ImageQuery
+def _worst_images(result: Scored, source: ScoreSource, owners: Tensor, ties: str) -> list[ImageQuery]:
+    from itm_fast.report import ImageQuery
 
     found = []
     for rank, fold, place in _worst(result, "image_to_text", _IMAGE_QUERIES):
-        image, best = int(fold.images[place]), fold.best_captions[place].tolist()
-        own = fold.captions[owners[fold.captions] == image]
-        hits = [Hit(item, number, int(owners[item]) == image) for number, item in enumerate(best[:SHOWN], start=1)]
-        if not any(hit.right for hit in hits):
-            scores = source.pairs(own * 0 + image, own).nan_to_num(nan=-float("inf"))
-            hits.append(Hit(int(own[int(scores.argmax())]), rank + 1, True))
-        found.append(ImageQuery(image, hits))
+        image = int(fold.images[place])
+        scores = source.tile(fold.images[place : place + 1], fold.captions)[0]
+        found.append(ImageQuery(image, _hits(scores, fold.captions, owners[fold.captions] == image, rank, ties)))
     return found
+
+
+def _hits(scores: Tensor, items: Tensor, own: Tensor, rank: int, ties: str) -> list[Hit]:
+    """Return the best items of a query, and its best own one, in the order by which ranks count.
+
+    Args:
+        scores: of all items, `(n,)`; NaN is the lowest value.
+        items: their indices, int64 `(n,)`.
+        own: which of them match, bool `(n,)`.
+        rank: rank from 0 of the best own item.
+        ties: own items come after others of the same score if "pessimistic", before them if "optimistic".
+    """
+    import numpy as np
+
+    from itm_fast.report import Hit
+
+    values = scores.double().numpy()
+    among = (own if ties == "pessimistic" else ~own).numpy()
+    order = np.lexsort((among, -np.nan_to_num(values, posinf=np.inf, neginf=-np.inf), np.isnan(values)))
+    best = order[:_SHOWN]
+    hits = [Hit(int(items[place]), number, bool(own[place])) for number, place in enumerate(best, start=1)]
+    if not any(hit.right for hit in hits):
+        first = next(place for place in order if own[place])
+        hits.append(Hit(int(items[first]), rank + 1, True))
+    return hits
 
 
 def _worst(result: Scored, direction: str, most: int) -> list[tuple[int, Any, int]]:

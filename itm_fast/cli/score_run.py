@@ -16,7 +16,7 @@ import typer
 from itm_fast.cli.score_open import known_captions, open_data, open_scores, open_second, owners_of
 from itm_fast.cli.score_options import ScoreOptions, TruthOptions
 from itm_fast.cli.score_output import report_protocol, write_rankings
-from itm_fast.cli.score_report import SHOWN, write_page
+from itm_fast.cli.score_report import write_page
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ def run_score(options: ScoreOptions) -> None:
     results, looked_at, found = _looked(options, source, owners)
     others, against = None, []
     if second is not None:
-        others, _, lines = _looked(attrs.evolve(options, rankings=None, report=None), second.source, owners)
+        others, _, lines = _looked(attrs.evolve(options, rankings=None), second.source, owners)
         # Both matrices have the same captions per image.
         shared = captions_per_image(owners, source.n_images)
         against = [f"{options.against}: {line}" for line in lines if line not in shared]
@@ -168,7 +168,7 @@ def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Loo
     from itm_fast.evaluation.score_protocols import score_protocol
     from itm_fast.evaluation.standards import PROTOCOLS
 
-    top = max(options.top if options.rankings is not None else 0, SHOWN if options.report is not None else 0)
+    top = options.top if options.rankings is not None else 0
     by_truth = [name for name in options.protocols if PROTOCOLS[name].truth]
     found: dict[str, Scored] = {}
     if by_truth:

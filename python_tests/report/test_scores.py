@@ -74,6 +74,32 @@ def test_confusions_with_pictures(data: Path) -> None:
     assert emoji.CREDITS.split()[0] in html
 
 
+def test_ties_are_ordered_as_ranks_count_them(data: Path) -> None:
+    """A match that ties with all others has the last rank, so it is not shown as the first."""
+    np.save(data / "one.npy", np.zeros((6, 30)))
+    with pytest.warns(UserWarning, match="tie with the matching one"):
+        html, _, _ = page_of(data, "--data", data)
+    lists = re.findall(r'<ol class="tiles">(.*?)</ol>', html, re.DOTALL)
+    assert len(lists) == 12
+    for caption, tiles in enumerate(lists):
+        assert re.findall(r'<li class="(right)?', tiles) == [*[""] * 5, "right"]
+        order = [*(image for image in range(6) if image != caption // 5), caption // 5]
+        shown = [picture(uri) for uri in re.findall('src="(.*?)"', tiles)]
+        assert all(np.array_equal(one, emoji.pictures("test")[image]) for one, image in zip(shown, order, strict=True))
+        assert re.findall(r"</span> (\d+)</li>", tiles) == ["1", "2", "3", "4", "5", "6"]
+    lists = re.findall(r'<ol class="found">(.*?)</ol>', html, re.DOTALL)
+    assert [re.findall(r'<span class="rank">(\d+)</span>', found) for found in lists] == [
+        ["1", "2", "3", "4", "5", "26"]
+    ] * 6
+    table = np.eye(6).repeat(5, 1) * 2
+    table[:, 7] = [3, 2, 2, 0, 0, 0]
+    np.save(data / "one.npy", table)
+    for flags, right in (([], 3), (["--optimistic-ties"], 2)):
+        html, _, _ = page_of(data, "--data", data, *flags)
+        (tiles,) = re.findall(r'<ol class="tiles">(.*?)</ol>', html, re.DOTALL)
+        assert re.findall(r'<li class="(right)?', tiles).index("right") + 1 == right
+
+
 def test_images_with_the_worst_ranks(data: Path) -> None:
     html, _, _ = page_of(data, "--data", data)
     captions, table = (data / "test_caps.txt").read_text().splitlines(), scores()
