@@ -29,7 +29,7 @@ def curves(
     """
     from itm_fast.files import atomic, regular
     from itm_fast.files.run_files import METRICS
-    from itm_fast.report.comparison import write_comparison
+    from itm_fast.report.comparison import check_suffix, write_comparison
     from itm_fast.training.metrics_log import read_metrics
 
     names = [printable(name) for name in label or [run.resolve().name for run in runs]]
@@ -39,6 +39,7 @@ def curves(
     if doubled is not None:
         raise ValueError(f"--label: expected a different name for each run, got {doubled!r} twice")
     atomic.check_target(out)
+    check_suffix(out)
     logs = {}
     for name, run in zip(names, runs, strict=True):
         check_run(run)

@@ -12,6 +12,7 @@ from itm_fast.cli.evaluate_truth import evaluate_truth
 from itm_fast.cli.models import dataset_of, load_run
 from itm_fast.cli.score_options import TruthOptions
 from itm_fast.cli.score_output import interval_table
+from itm_fast.cli.targets import check_targets
 
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset
@@ -115,8 +116,14 @@ def evaluate(
     from itm_fast.files.processors import device_of, set_threads
     from itm_fast.training.run import warn_of_unknown_words
 
-    if json_file is not None:
-        atomic.check_target(json_file)
+    check_targets(
+        {"--json": json_file},
+        {"--vocab": vocab, "--image-ids": image_ids, "--caption-ids": caption_ids},
+        [
+            *(("--checkpoint", run) for run in checkpoint), ("--candidates", candidates), ("--data", data),
+            ("--candidates-data", candidates_data),
+        ],
+    )  # fmt: skip
     _check_distinct(checkpoint)
     _check_reranking(checkpoint, rerank, candidates, candidates_data)
     n_folds = folds_of(protocol or "full", folds)

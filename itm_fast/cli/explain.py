@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from itm_fast.cli.models import dataset_of, find_picture, load_run
+from itm_fast.cli.targets import check_targets
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,8 +72,11 @@ def explain(
     from itm_fast.nn import BackboneEncoder
     from itm_fast.report import PairDirection, PairReport, write_pair
 
-    for target in (out, *([] if json_file is None else [json_file])):
-        atomic.check_target(target)
+    check_targets(
+        {"--out": out, "--json": json_file},
+        {"--picture": picture_file, "--vocab": vocab},
+        [("--checkpoint", checkpoint), ("--data", data)],
+    )
     model, vocabulary, _ = load_run(checkpoint, torch.device("cpu"), vocab)
     dataset = dataset_of(data, split, vocabulary, model, checkpoint)
     if not 0 <= caption < len(dataset):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from itm_fast.cli.models import dataset_of, load_run
+from itm_fast.cli.targets import check_targets
 
 
 def features(
@@ -30,10 +31,11 @@ def features(
     """
     import torch
 
-    from itm_fast.files import atomic
+    from itm_fast.report.comparison import check_suffix
     from itm_fast.report.features import check_tsne, pooled_features, write_features
 
-    atomic.check_target(out)
+    check_targets({"--out": out}, {}, [*(("--checkpoint", run) for run in checkpoint), ("--data", data)])
+    check_suffix(out)
     check_tsne()
     found = {}
     for run in checkpoint:

@@ -40,6 +40,7 @@ def realign(
     from itm_fast.files import atomic
     from itm_fast.files.documents import json_text
     from itm_fast.files.processors import device_of
+    from itm_fast.report.comparison import check_suffix
     from itm_fast.report.features import check_tsne, pooled_features, write_features
     from itm_fast.training.fdf.cross_model import cross_table
     from itm_fast.training.fdf.cross_model import realign as train_heads
@@ -48,6 +49,7 @@ def realign(
         if file is not None:
             atomic.check_target(file)
     if figure is not None:
+        check_suffix(figure)
         check_tsne()
     for run in (extractor, heads):
         check_run(run)

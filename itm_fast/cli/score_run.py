@@ -5,7 +5,6 @@ Inside: `run_score`, `score_by_truth`, `truth_ids`.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from itm_fast.cli.score_open import known_captions, open_data, open_scores, open
 from itm_fast.cli.score_options import ScoreOptions, TruthOptions
 from itm_fast.cli.score_output import report_protocol, write_rankings
 from itm_fast.cli.score_report import write_page
+from itm_fast.cli.targets import check_targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,28 +127,19 @@ def truth_ids(truth: TruthOptions, n_images: int, n_captions: int) -> Ids:
 
 
 def _check_targets(options: ScoreOptions) -> None:
-    """Raise ValueError if a target cannot be written, is a file that the command reads, or is given twice."""
-    from itm_fast.files import atomic
-
-    read = {
-        "FILE": options.scores,
-        "--image-embeddings": options.image_embeddings,
-        "--caption-embeddings": options.caption_embeddings,
-        "--caption-image": options.caption_image,
-        "--against": options.against,
-        "--image-ids": options.truth.image_ids,
-        "--caption-ids": options.truth.caption_ids,
-    }
-    written = {"--json": options.json_file, "--rankings": options.rankings, "--report": options.report}
-    # In contrast to Path.resolve, realpath accepts loops of links, which the later steps report.
-    given = {os.path.realpath(path): option for option, path in read.items() if path is not None}
-    for option, target in written.items():
-        if target is None:
-            continue
-        atomic.check_target(target)
-        other = given.setdefault(os.path.realpath(target), option)
-        if other != option:
-            raise ValueError(f"{option}: {target} is also given as {other}; choose another file to write")
+    check_targets(
+        {"--json": options.json_file, "--rankings": options.rankings, "--report": options.report},
+        {
+            "FILE": options.scores,
+            "--image-embeddings": options.image_embeddings,
+            "--caption-embeddings": options.caption_embeddings,
+            "--caption-image": options.caption_image,
+            "--against": options.against,
+            "--image-ids": options.truth.image_ids,
+            "--caption-ids": options.truth.caption_ids,
+        },
+        [("--data", options.data)],
+    )
 
 
 def _looked(options: ScoreOptions, source: ScoreSource, owners: Tensor) -> tuple[list[Scored], Scored, list[str]]:

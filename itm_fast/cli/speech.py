@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from itm_fast.cli.models import dataset_of, load_run
+from itm_fast.cli.targets import check_targets
 
 
 def speech(
@@ -47,10 +48,15 @@ def speech(
     from itm_fast.data import nltk_speech_tags, read_speech_tags
     from itm_fast.evaluation import speech_statistics
     from itm_fast.files import atomic
+    from itm_fast.report.comparison import check_suffix
     from itm_fast.report.speech import write_speech
 
-    for target in (out, *([] if json_file is None else [json_file])):
-        atomic.check_target(target)
+    check_targets(
+        {"--out": out, "--json": json_file},
+        {"--tags": tags, "--vocab": vocab},
+        [("--checkpoint", checkpoint), ("--data", data)],
+    )
+    check_suffix(out)
     model, vocabulary, _ = load_run(checkpoint, torch.device("cpu"), vocab)
     dataset = dataset_of(data, split, vocabulary, model, checkpoint)
     count = min(max_captions, len(dataset))

@@ -1,6 +1,6 @@
 """Training curves of several runs in one figure, as in Figures 3, 5 and 7 of SelHN and RVSE++.
 
-Inside: `write_comparison`; `write_figure`, `line_style` and `point_style` for other figures of several runs.
+Inside: `write_comparison`; `check_suffix`, `write_figure`, `line_style` and `point_style` for other figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itm_fast.files import atomic
 from itm_fast.files.messages import printable, shortened
 from itm_fast.report.curves import without_rest
 
-__all__ = ["SUFFIXES", "line_style", "point_style", "write_comparison", "write_figure"]
+__all__ = ["SUFFIXES", "check_suffix", "line_style", "point_style", "write_comparison", "write_figure"]
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -79,7 +79,7 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
     Raises:
         ValueError: the suffix is unknown, there is no run, or a run's log has none of the numbers.
     """
-    _check_suffix(path)
+    check_suffix(path)
     if not runs:
         raise ValueError("runs: expected at least one, got none")
     panels = [panel for panel in _PANELS if any(any(_points(log, panel[2], panel[3])[1]) for log in runs.values())]
@@ -108,7 +108,7 @@ def write_figure(
     Raises:
         ValueError: the suffix is not one of `SUFFIXES`.
     """
-    suffix = _check_suffix(path)
+    suffix = check_suffix(path)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -134,7 +134,8 @@ def _add_legend(figure: Figure, handles: Sequence[mpl.lines.Line2D], names: Sequ
         legend.remove()
 
 
-def _check_suffix(path: str | os.PathLike[str]) -> str:
+def check_suffix(path: str | os.PathLike[str]) -> str:
+    """Return the suffix of a figure; raise ValueError if it is not one of `SUFFIXES`."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"{path}: expected a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")

@@ -1,0 +1,49 @@
+"""Check before the work that what a command writes can be written and overwrites nothing that it reads.
+
+Inside: `check_targets`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from itm_fast.files import atomic
+
+__all__ = ["check_targets"]
+
+# What commands write beside a model or data, and may write again.
+_WRITTEN = (".html", ".json", ".pdf", ".png", ".svg")
+# JSON files of runs, of pretrained parts and of feature stores.
+_CONTENT = (
+    "config.json", "vocab.json", "store.json", "unfinished.json", "tokenizer.json", "tokenizer_config.json",
+    "preprocessor_config.json", "detector.json",
+)  # fmt: skip
+
+
+def check_targets(
+    written: Mapping[str, Path | None], read: Mapping[str, Path | None], folders: Iterable[tuple[str, Path | None]] = ()
+) -> None:
+    """Raise ValueError if a target cannot be written, is read by the command, or is given twice.
+
+    Args:
+        written: the files to write, by option.
+        read: the files that the command reads, by option.
+        folders: option and path of each run directory and data folder that the command reads.
+    """
+    # In contrast to Path.resolve, realpath accepts loops of links, which the later steps report.
+    given = {os.path.realpath(path): option for option, path in read.items() if path is not None}
+    whole = [(option, path) for option, path in folders if path is not None]
+    for option, target in written.items():
+        if target is None:
+            continue
+        atomic.check_target(target)
+        place = Path(os.path.realpath(target))
+        other = given.setdefault(str(place), option)
+        if other != option:
+            raise ValueError(f"{option}: {target} is also given as {other}; choose another file to write")
+        for of, folder in whole:
+            own = place.suffix.lower() not in _WRITTEN or place.name in _CONTENT
+            if own and place.exists() and Path(os.path.realpath(folder)) in place.parents:
+                raise ValueError(f"{option}: {target} is a file of {of} {folder}; choose another file to write")
