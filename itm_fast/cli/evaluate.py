@@ -129,8 +129,8 @@ def evaluate(
     n_folds = folds_of(protocol or "full", folds)
     truth = TruthOptions(ground_truth, image_ids, caption_ids)
     by_truth = protocol is not None and PROTOCOLS[protocol].truth
+    truth.check([protocol or "full"])
     if by_truth:
-        truth.paths()
         if first_images is not None:
             raise ValueError(f"--protocol {protocol}: needs all images; leave out --first-images")
         if rerank is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from itm_fast.cli.score_options import ScoreOptions, TruthOptions
+from itm_fast.cli.score_options import ScoreOptions, TruthOptions, check_used
 
 _MATRIX, _TRUTH, _TESTS, _OUTPUT = "Scores", "Protocol and ground truth", "Intervals and tests", "Output"
 
@@ -136,12 +136,12 @@ def score(
         ),
     ] = None,
     permutations: Annotated[
-        int,
+        int | None,
         typer.Option(
-            metavar="N", min=1, help="Random exchanges of the results of images for the p-values.",
+            metavar="N", min=1, help="Random exchanges of the results of images for the p-values; default: 10000.",
             rich_help_panel=_TESTS,
         ),
-    ] = 10_000,
+    ] = None,
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="Seed of resamples and exchanges.", rich_help_panel=_TESTS)
     ] = 0,
@@ -154,7 +154,9 @@ def score(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
-    split: Annotated[str, typer.Option(metavar="NAME", help="Split of --data.", rich_help_panel=_OUTPUT)] = "test",
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Split of --data; default: test.", rich_help_panel=_OUTPUT)
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -170,8 +172,11 @@ def score(
         ),
     ] = None,
     top: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Best matches per query in --rankings.", rich_help_panel=_OUTPUT)
-    ] = 10,
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Best matches per query in --rankings; default: 10.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the result as JSON.", rich_help_panel=_OUTPUT),
@@ -194,6 +199,12 @@ def score(
     """
     from itm_fast.cli.score_run import run_score
 
+    if against is None:
+        check_used({"--against-key": against_key, "--permutations": permutations}, "--against")
+    if data is None:
+        check_used({"--split": split}, "--data")
+    if rankings is None:
+        check_used({"--top": top}, "--rankings")
     run_score(
         ScoreOptions(
             scores=scores, image_embeddings=image_embeddings, caption_embeddings=caption_embeddings,
@@ -202,7 +213,8 @@ def score(
             caption_image=caption_image, protocols=protocol or ["full"], folds=folds,
             truth=TruthOptions(ground_truth, image_ids, caption_ids),
             ties="optimistic" if optimistic else "pessimistic", bootstrap=bootstrap, against=against,
-            against_key=against_key, permutations=permutations, seed=seed, data=data, split=split, report=report,
-            rankings=rankings, top=top, json_file=json_file, threads=threads,
+            against_key=against_key, permutations=permutations or 10_000, seed=seed, data=data,
+            split=split or "test", report=report, rankings=rankings, top=top or 10,
+            json_file=json_file, threads=threads,
         )
     )  # fmt: skip

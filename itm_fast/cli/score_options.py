@@ -1,15 +1,23 @@
 """The options of `itm-fast score`.
 
-Inside: `TruthOptions`, `ScoreOptions`.
+Inside: `TruthOptions`, `ScoreOptions`, `check_used`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
-__all__ = ["ScoreOptions", "TruthOptions"]
+__all__ = ["ScoreOptions", "TruthOptions", "check_used"]
+
+
+def check_used(given: Mapping[str, object], needed: str) -> None:
+    """Raise ValueError if one of the options has a value; `needed` is what all of them need and was not given."""
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(f"{option}: has no effect without {needed}")
 
 
 @attrs.frozen
@@ -19,6 +27,18 @@ class TruthOptions:
     ground_truth: Path | None
     image_ids: Path | None
     caption_ids: Path | None
+
+    def check(self, protocols: Sequence[str]) -> None:
+        """Raise ValueError if one of the protocols needs the files, but lacks one, or if none needs those given."""
+        from itm_fast.evaluation.standards import PROTOCOLS
+
+        given = {
+            "--ground-truth": self.ground_truth, "--image-ids": self.image_ids, "--caption-ids": self.caption_ids,
+        }  # fmt: skip
+        if any(PROTOCOLS[name].truth for name in protocols):
+            self.paths()
+        else:
+            check_used(given, "--protocol eccv, cxc or pmrp")
 
     def paths(self) -> tuple[Path, Path, Path]:
         """Return all three; raise ValueError if one was not given."""

@@ -40,8 +40,7 @@ def run_score(options: ScoreOptions) -> None:
     _check_targets(options)
     for name in options.protocols:
         folds_of(name, options.folds)
-        if PROTOCOLS[name].truth:
-            options.truth.paths()
+    options.truth.check(options.protocols)
     if all(PROTOCOLS[name].truth for name in options.protocols):
         # Protocols with their own positives always count ties as errors, so their rankings and warnings do, too.
         options = attrs.evolve(options, ties="pessimistic")

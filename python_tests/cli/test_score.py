@@ -341,6 +341,24 @@ def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureF
             [file, "--caption-image", file],
             f"{file}: expected whole numbers (captions,), found float64 of shape (12, 60)",
         ),
+        *(
+            ([file, *words, option, value], f"{option}: has no effect without --protocol eccv, cxc or pmrp")
+            for words in ([], ["--protocol", "full", "--protocol", "f30k"])
+            for option, value in (
+                ("--ground-truth", tmp_path),
+                ("--image-ids", "ids.txt"),
+                ("--caption-ids", "ids.txt"),
+            )
+        ),
+        *(
+            ([file, option, value], f"{option}: has no effect without {needed}")
+            for option, value, needed in (
+                ("--top", 10, "--rankings"),
+                ("--permutations", 10, "--against"),
+                ("--against-key", "a", "--against"),
+                ("--split", "test", "--data"),
+            )
+        ),
         ([file, "--protocol", "coco"], "protocol: expected full, f30k, coco1k, coco5k, eccv, cxc, pmrp, got 'coco'"),
         ([file, "--folds", 5], "folds: expected a divisor of the number of images, 12, got 5"),
         ([tmp_path / "none.npy"], f"[Errno 2] No such file or directory: '{tmp_path / 'none.npy'}'"),
@@ -385,6 +403,10 @@ def test_evaluate_takes_the_protocols(
     assert error(capsys, *command, "--protocol", "coco1k", "--folds", "2") == (
         1, "protocol coco1k: has 5 folds, got folds 2; use protocol full",
     )  # fmt: skip
+    for words in ([], ["--protocol", "f30k"]):
+        for option in ("--ground-truth", "--image-ids", "--caption-ids"):
+            message = f"{option}: has no effect without --protocol eccv, cxc or pmrp"
+            assert error(capsys, *command, *words, option, tmp_path / "ids") == (1, message)
     results = []
     for more in (["--folds", "2"], ["--folds", "2", "--protocol", "full"]):
         assert cli.run([str(word) for word in [*command, *more, "--json", tmp_path / "r.json"]]) == 0
