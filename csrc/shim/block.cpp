@@ -314,21 +314,19 @@ std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, cons
                             int64_t dynamic_bytes) {
   if (const std::string problem = check_threads(n_threads); !problem.empty()) return problem;
   std::mt19937_64 random(seed);
-  const bool in_order = seed % 2 == 1;
-  std::vector<int64_t> order(n_blocks);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
   std::vector<std::unique_ptr<Block>> blocks;
   for (int64_t i = 0; i < n_blocks; ++i) {
     const int place = static_cast<int>(i);
     blocks.push_back(std::make_unique<Block>(i, n_blocks, place, n_threads, random(), body, dynamic_bytes));
   }
+  const bool in_order = seed >= kInOrder;
+  if (in_order) std::shuffle(blocks.begin(), blocks.end(), random);
   while (true) {
     // Start at a random place, or at the first one, and take the first block that can continue.
     const size_t first = n_blocks > 0 && !in_order ? random() % blocks.size() : 0;
     Block* stepped = nullptr;
     for (size_t i = 0; i < blocks.size() && stepped == nullptr; ++i) {
-      Block& block = *blocks[order[(first + i) % blocks.size()]];
+      Block& block = *blocks[(first + i) % blocks.size()];
       if (block.step()) stepped = &block;
     }
     if (stepped == nullptr) break;

@@ -38,8 +38,11 @@ enum class Operation { none, barrier, warp_sync, shuffle, vote, load_matrix, mma
 std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
                    int64_t dynamic_bytes = 0);
 
-// The same with the threads of all blocks running together, for kernels with a grid barrier. With an odd seed a block
-// runs on until it waits for blocks behind it in an order that the seed draws: blocks then are as far apart as can be.
+// Seeds of launch_together from here on let a block run until it waits for those behind it, in an order that the seed
+// draws. Blocks then pass a barrier as far apart as possible.
+inline constexpr uint64_t kInOrder = uint64_t{1} << 32;
+
+// The same with the threads of all blocks running together, for kernels with a grid barrier.
 std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
                             int64_t dynamic_bytes = 0);
 

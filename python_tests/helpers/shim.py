@@ -29,6 +29,10 @@ REDUCTIONS = ("sum", "mean", "none")
 STRATEGIES = ("relative", "absolute", "both")
 
 
+# Seeds from here on let the blocks of a launch with a grid barrier run as far apart as they can.
+IN_ORDER = 2**32
+
+
 class KernelError(Exception):
     """An error that the shim reports about a kernel."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.shim import IN_ORDER
 from python_tests.helpers.tolerance import Form, assert_as_accurate, assert_close_to_exact
 from python_tests.shim.shim_backward import NEVER, ROOM, BackwardKernels, Gradients
 
@@ -234,6 +235,6 @@ def check_all_blocks(kernels: BackwardKernels) -> None:
         (tuple(random_fragments(sizes, 8, torch.float32, seed=3) for sizes in ([33] * 3, [1] * 64)), {}),
     ):
         gradients = sparse_gradients(len(refused[0]), len(refused[1]), 1.0, 0)
-        for seed in (1, 2, 4):  # two and three blocks, which run together or as far apart as can be
+        for seed in (1, 2, IN_ORDER, IN_ORDER + 1):  # two and three blocks, together or as far apart as can be
             found = check_gradients(kernels, *refused, gradients, dense_share=0.0, seed=seed, **options)
             assert found.blocks == "refused", f"backward: blocks {found.blocks}"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from itm_fast import Fragments, reference
 from itm_fast.ops.cross_attention import CUDA_MOST_NUMBERS, beyond_backward, cuda_numbers
 from python_tests.helpers.fragments import random_fragments, tied_fragments
-from python_tests.helpers.shim import compiled_driver
+from python_tests.helpers.shim import IN_ORDER, compiled_driver
 from python_tests.shim.backward_checks import (
     DTYPES,
     cancelling_sets,
@@ -296,7 +296,8 @@ def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: Backw
     queries, contexts = sets([9, 1, 5, 17, 2], [11, 4, 7], 40)
     room = kernels.small_room(17, 11) if in_chunks else ROOM
     gradients = sparse_gradients(5, 3, 0.9, 0)
-    found = [run(kernels, queries, contexts, gradients, room=room, seed=seed) for seed in range(4)]
+    seeds = (*range(4), IN_ORDER, IN_ORDER + 1)
+    found = [run(kernels, queries, contexts, gradients, room=room, seed=seed) for seed in seeds]
     assert len({(part.queries.tobytes(), part.contexts.tobytes(), part.pairs) for part in found}) == 1
 
 

@@ -20,6 +20,7 @@ from python_tests.helpers.boosting import random_pair
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.shim import (
     DIRECTIONS,
+    IN_ORDER,
     MINING,
     STRATEGIES,
     KernelError,
@@ -134,6 +135,14 @@ def check_fixed(kernels: MatchingKernels, separate: Separate) -> None:
         check(kernels, separate, queries, contexts, is_transposed=True, seed=seed, blocks=3, mining="hardest")
         check(kernels, separate, queries, contexts, anchor, seed=seed, blocks=2, mining="all", strategy="both")
         both = {"is_transposed": True, "weight_of_both": 0.5}
+        check(kernels, separate, queries, contexts, seed=seed, blocks=3, mining="selective", **both)
+
+
+def test_blocks_may_be_far_apart(kernels: MatchingKernels, separate: Separate) -> None:
+    queries, contexts = sides(FIXED, 5, 0)
+    both = {"is_transposed": True, "weight_of_both": 0.5}
+    for seed in (IN_ORDER, IN_ORDER + 1):
+        check(kernels, separate, queries, contexts, seed=seed, blocks=3, mining="hardest")
         check(kernels, separate, queries, contexts, seed=seed, blocks=3, mining="selective", **both)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from python_tests.helpers.boosting import random_pair
 from python_tests.helpers.shim import (
     DIRECTIONS,
+    IN_ORDER,
     MINING,
     STRATEGIES,
     BoostingKernels,
@@ -136,7 +137,7 @@ def grid(kernels: Kernels, rule: int, seed: int, blocks: int = 4) -> list[int]:
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_after_a_barrier_of_the_grid_all_blocks_have_written(kernels: Kernels, blocks: int) -> None:
-    for seed in range(4):
+    for seed in (*range(4), IN_ORDER):
         # Every block sums what all blocks wrote, twice: first 1 to n, then those sums.
         total = blocks * (blocks + 1) // 2
         assert grid(kernels, 0, seed, blocks) == [total * blocks] * blocks
@@ -155,7 +156,7 @@ def test_without_one_the_numbers_are_wrong(kernels: Kernels) -> None:
 )
 def test_a_barrier_that_not_all_blocks_come_to_is_reported(kernels: Kernels, rule: int, message: str) -> None:
     """Either one block leaves early, or blocks run one after another as in an ordinary launch."""
-    for seed in range(4):
+    for seed in (*range(4), IN_ORDER):
         with pytest.raises(KernelError, match=message):
             grid(kernels, rule, seed)
     assert grid(kernels, 0, 0) == [40] * 4

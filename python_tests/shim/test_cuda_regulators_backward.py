@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from itm_fast.functional import RegulatorParameters
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_parameters
-from python_tests.helpers.shim import compiled_driver
+from python_tests.helpers.shim import IN_ORDER, compiled_driver
 from python_tests.shim.regulator_backward_checks import (
     CONTEXTS,
     QUERIES,
@@ -167,7 +167,7 @@ def test_results_do_not_depend_on_order_and_number_of_blocks(kernels: RegulatorB
     queries, contexts, weights = single(*sides, parameters)
     gradients = sparse_gradients(sides, parameters)
     found = set()
-    for order, blocks in ((0, 1), (1, 3), (1, 3), (2, 7)):
+    for order, blocks in ((0, 1), (1, 3), (1, 3), (2, 7), (IN_ORDER, 3), (IN_ORDER + 1, 4)):
         run = {"order": order, "blocks": blocks, "seed": 3, "dropout": 0.4 if parameters.aggregations else 0.0}
         found.add(bits_of(gradients_of(kernels, (queries, contexts), weights, gradients, **run)))
         assert kernels.launches == 2
