@@ -291,8 +291,7 @@ class TrainConfig:
         group=LOSS,
         minimum=0,
         help="Initial epochs with all negatives, so that scores do not collapse. Default: 1 with the triplet loss or "
-        "bce, --mining hardest and several epochs, unless the whole model is trained already (--start, "
-        "--anchor-start); else 0.",
+        "bce, --mining hardest and several epochs, unless all weights are trained already; else 0.",
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Do not use captions of the same image as negatives of each other."
