@@ -39,7 +39,7 @@ def test_unknown_words_of_a_tokenizer_are_named(tmp_path: Path, kind: str) -> No
 
 
 def test_a_picture_that_no_address_names_is_not_offered(tmp_path: Path) -> None:
-    names = ["a b/ü.png", "two\nlines.png", "end.png\n", "caf\udce9.png"]
+    names = ["a b/ü.png", "two\nlines.png", "end.png\n", "x\udce9.png"]
     features = emoji.patches(emoji.pictures("test")[:4])
     captions = emoji.captions("test")[:20]
     dataset = CaptionDataset(features, captions, np.arange(20) // 5, emoji.vocabulary(), image_ids=names)
@@ -48,6 +48,6 @@ def test_a_picture_that_no_address_names_is_not_offered(tmp_path: Path) -> None:
     with TestClient(create_app(index), base_url="http://127.0.0.1") as client:
         hits = client.get("/search?q=face&k=4").json()["hits"]
         pictures = {hit["id"]: hit["picture"] for hit in hits}
-        assert pictures == {names[0]: True, "two\nlines.png": False, "end.png\n": False, "caf\ufffd.png": False}
+        assert pictures == {names[0]: True, "two\nlines.png": False, "end.png\n": False, "x\ufffd.png": False}
         for name, offered in pictures.items():
             assert client.get(f"/pictures/{quote(name, safe='')}").status_code == (200 if offered else 404)
