@@ -121,7 +121,7 @@ def evaluate(
         {"--vocab": vocab, "--image-ids": image_ids, "--caption-ids": caption_ids},
         [
             *(("--checkpoint", run) for run in checkpoint), ("--candidates", candidates), ("--data", data),
-            ("--candidates-data", candidates_data),
+            ("--candidates-data", candidates_data), ("--ground-truth", ground_truth),
         ],
     )  # fmt: skip
     _check_distinct(checkpoint)

@@ -127,7 +127,7 @@ def open_second(options: ScoreOptions, first: Opened) -> Opened:
     # A .npy file has no names, so --key is for the first file alone.
     key = options.against_key or (None if path.suffix.lower() == ".npy" else options.key)
     # The second file may be the other way round, which the number of captions tells if there are fewer images.
-    captions_first = options.captions_first and open_array(path, key).shape[0] == n_captions
+    captions_first = options.captions_first and open_array(path, key).shape[:1] == (n_captions,)
     second = open_matrix(path, key, captions_first=captions_first, distances=options.distances, n_captions=n_captions)
     if second.source.n_images != n_images:
         raise ValueError(

@@ -137,7 +137,7 @@ def _check_targets(options: ScoreOptions) -> None:
             "--image-ids": options.truth.image_ids,
             "--caption-ids": options.truth.caption_ids,
         },
-        [("--data", options.data)],
+        [("--data", options.data), ("--ground-truth", options.truth.ground_truth)],
     )
 
 

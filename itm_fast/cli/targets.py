@@ -44,6 +44,8 @@ def check_targets(
         if other != option:
             raise ValueError(f"{option}: {target} is also given as {other}; choose another file to write")
         for of, folder in whole:
-            own = place.suffix.lower() not in _WRITTEN or place.name in _CONTENT
-            if own and place.exists() and Path(os.path.realpath(folder)) in place.parents:
+            around = Path(os.path.realpath(folder))
+            is_usual = place.suffix.lower() in _WRITTEN and not place.name.endswith((*_CONTENT, ".index.json"))
+            own = not is_usual or place.parent != around or of == "--ground-truth"
+            if own and place.exists() and around in place.parents:
                 raise ValueError(f"{option}: {target} is a file of {of} {folder}; choose another file to write")

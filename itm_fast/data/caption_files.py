@@ -89,7 +89,8 @@ def _table(path: Path) -> Iterator[_Found]:
     plain: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter in "|\t" else {}
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True, **plain)
     try:
-        columns = [_unquoted(name).strip().lower() for name in next(lines, [])]
+        names = next(lines, [])
+        columns = [name.strip().lower() for name in (map(_unquoted, names) if delimiter == "\t" else names)]
         repeated = next((name for name in columns if columns.count(name) > 1), None)
         if repeated is not None:
             raise ValueError(f"{path}: line 1: the column {shown(repeated)} appears twice")

@@ -183,28 +183,34 @@ def _unique(pairs: Iterable[tuple[str, Kept]]) -> dict[str, Kept]:
     return {key: value for key, value in pairs if counts[key] == 1}
 
 
-def pictures_in(images: Path) -> list[Path]:
+def pictures_in(images: Path, *, strict: bool = False) -> list[Path]:
     """Return the files with a suffix of a format that Pillow reads, in all subfolders and linked folders, sorted.
 
-    Names that begin with `._` are left out: macOS keeps a file's attributes under such a name beside it.
+    Names that begin with `._` are left out: macOS keeps a file's attributes under such a name beside it. A folder that
+    is found twice, by its path and by a link, has its path.
 
     Raises:
-        OSError: a folder cannot be read.
+        OSError: with `strict`, a folder cannot be read.
     """
     formats = readable_formats()
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in formats}
     found: list[Path] = []
     visited: set[tuple[int, int]] = set()
-    for folder, subfolders, names in os.walk(images, onerror=_raise, followlinks=True):
-        state = Path(folder).stat()
-        # Links may lead to a folder again, also to one around them.
-        if (state.st_dev, state.st_ino) in visited:
-            subfolders.clear()
-            continue
-        visited.add((state.st_dev, state.st_ino))
-        subfolders.sort()
-        paths = (Path(folder) / name for name in names if not name.startswith("._"))
-        found += [path for path in paths if path.suffix.lower() in suffixes and path.is_file()]
+    left = [images]
+    while left:
+        links = []
+        for top in left:
+            for folder, subfolders, names in os.walk(top, onerror=_raise if strict else None):
+                state = Path(folder).stat()
+                # Links may lead to a folder again, also to one around them.
+                if (state.st_dev, state.st_ino) in visited:
+                    subfolders.clear()
+                    continue
+                visited.add((state.st_dev, state.st_ino))
+                links += [path for path in (Path(folder) / name for name in sorted(subfolders)) if path.is_symlink()]
+                paths = (Path(folder) / name for name in names if not name.startswith("._"))
+                found += [path for path in paths if path.suffix.lower() in suffixes and path.is_file()]
+        left = links
     return sorted(found)
 
 

@@ -1,6 +1,7 @@
 """Encode pictures with a separate vision model, as `data import --encoder` does.
 
-Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `check_same_encoder`, `moved`, `preprocessing_of`.
+Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `is_loadable`, `check_same_encoder`,
+`moved`, `preprocessing_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from itm_fast.files.messages import shown
 from itm_fast.models.vision_folder import PictureEncoder, load_picture_encoder
 
 __all__ = [
-    "EncoderError", "check_same_encoder", "encoded", "encoder_kind", "is_encoder_kind", "moved", "preprocessing_of",
+    "EncoderError", "check_same_encoder", "encoded", "encoder_kind", "is_encoder_kind", "is_loadable", "moved",
+    "preprocessing_of",
 ]  # fmt: skip
 
 # Layer, pool and digest of an encoder, and its folder.
@@ -59,11 +61,25 @@ def is_encoder_kind(kind: str) -> bool:
 def check_same_encoder(made_by: str, kind: str) -> None:
     """Raise ValueError if `kind` is not that of the encoder that made features; its folder may have moved."""
     own, given = _KIND.fullmatch(made_by), _KIND.fullmatch(kind)
-    if own is not None and (given is None or given[3] != own[3]):
-        found = shown(kind) if given is None else f"layer {given[1]} and pool {given[2]} of {given[4]}"
-        raise ValueError(
-            f"encoder: the features were made with layer {own[1]} and pool {own[2]} of {own[4]}, got {found}"
-        )
+    if own is None or (given is not None and given[3] == own[3]):
+        return
+    made = f"the features were made with layer {own[1]} and pool {own[2]} of {own[4]}"
+    if not kind:
+        raise ValueError(f"encoder: {made}, but the index does not know this; build it again")
+    if given is None:
+        raise ValueError(f"encoder: {made}, got {shown(kind)}")
+    is_alike = (given[1], given[2]) == (own[1], own[2])
+    other = "other weights or settings" if is_alike else f"layer {given[1]} and pool {given[2]}"
+    raise ValueError(f"encoder: {made}, got {other} of {given[4]}")
+
+
+def is_loadable(kind: str) -> bool:
+    """Return whether the encoder of a kind is in its folder."""
+    try:
+        _encoder(kind)
+    except EncoderError:
+        return False
+    return True
 
 
 def moved(kind: str, folder: str | os.PathLike[str]) -> str:
@@ -75,7 +91,7 @@ def moved(kind: str, folder: str | os.PathLike[str]) -> str:
     found = _KIND.fullmatch(kind)
     if found is None:
         raise ValueError(
-            "encoder: the index does not know a vision model that made its features; build it with that of data import"
+            "encoder: the index does not know a vision model that made its features; build it again with --encoder"
         )
     return f"encoder {found[1]} {found[2]} {found[3]} {Path(folder).resolve()}"
 

@@ -80,8 +80,8 @@ def _patches_of(kind: str) -> tuple[Preprocessing, int]:
     found = _KIND.fullmatch(kind)
     if kind != "emoji" and found is None:
         raise ValueError(
-            "pictures: the index was built from features, and does not know how a picture becomes features; name the "
-            "encoder of the features, or pass features or the id of an item"
+            "pictures: the index was built from features, and does not know how a picture becomes features; build it "
+            "again with the encoder of the features, or pass features or the id of an item"
         )
     if found is None:
         return Preprocessing(emoji.SIZE), emoji.GRID

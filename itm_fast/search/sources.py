@@ -46,7 +46,7 @@ def picture_paths(folder: str | os.PathLike[str]) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder of pictures")
-    found = pictures_in(folder)
+    found = pictures_in(folder, strict=True)
     if not found:
         raise ValueError(f"{folder}: contains no pictures that Pillow reads")
     return found

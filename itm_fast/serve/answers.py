@@ -13,6 +13,7 @@ from itm_fast.evaluation import Explanation
 from itm_fast.models import MatchingModel
 from itm_fast.nn import BackboneEncoder
 from itm_fast.search import Index, Item, Results
+from itm_fast.search.encoders import is_encoder_kind, is_loadable
 from itm_fast.search.pictures import grid_of
 from itm_fast.serve.limits import Limits
 from itm_fast.serve.queue import Query
@@ -37,7 +38,8 @@ def facts(index: Index, limits: Limits) -> dict[str, Any]:
         "revision": index.snapshot.revision,
         "models": [model.name for model in index.members.models],
         "fingerprints": list(manifest.models),
-        "accepts_pictures": bool(manifest.pictures),
+        "accepts_pictures": bool(manifest.pictures)
+        and (not is_encoder_kind(manifest.pictures) or is_loadable(manifest.pictures)),
         "explains": any(hasattr(model, "pair_steps") for model in index.members.models),
         "candidates": manifest.candidates,
         "limits": {"k": limits.k, "candidates": limits.candidates, "body": limits.body, "pixels": limits.pixels},

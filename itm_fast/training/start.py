@@ -112,6 +112,8 @@ def recipe_for_start(recipe: Mapping[str, Any], folder: str) -> dict[str, Any]:
     name, options = read_config(Path(folder) / CONFIG_FILE)
     if name == FDF.name and kept.get("conversions") is not None:
         kept |= _conversions_of(settings.build(FDFConfig, options))
+        if kept["conversions"] == 1:
+            kept.pop("other_batches", None)  # A single conversion sees no other batch.
     return kept
 
 

@@ -66,6 +66,10 @@ def test_captions_between_tabs_may_contain_quotation_marks(tmp_path: Path) -> No
     rows, problems = read_caption_file(path)
     assert [row.caption for row in rows] == list(texts.values())
     assert problems == []
+    bars = tmp_path / "bars.csv"
+    bars.write_text('"image"|"caption"\n"a.jpg"|"A dog"\n')
+    with pytest.raises(ValueError, match=r"line 1: expected a column"):
+        read_caption_file(bars)
 
 
 def test_a_line_may_have_several_captions(tmp_path: Path) -> None:

@@ -163,6 +163,10 @@ def test_pictures_in_linked_folders_count_once(tmp_path: Path) -> None:
     for name, target in (("linked", elsewhere), ("linked_again", elsewhere), ("around", tmp_path), ("self", pictures)):
         (pictures / name).symlink_to(target)
     assert pictures_in(pictures) == [pictures / "a.png", pictures / "around" / "elsewhere" / "b.png"]
+    (pictures / "z").mkdir()
+    (pictures / "z" / "c.png").touch()
+    (pictures / "also_z").symlink_to(pictures / "z")
+    assert pictures / "z" / "c.png" in pictures_in(pictures)
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +180,8 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(PermissionError, match="closed"):
-        pictures_in(tmp_path)
+        pictures_in(tmp_path, strict=True)
+    assert pictures_in(tmp_path) == []
 
 
 def test_a_truncated_jpeg_is_refused(tmp_path: Path) -> None:

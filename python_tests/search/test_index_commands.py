@@ -244,8 +244,8 @@ BAD = [
     (["search", "INDEX", "--like", "nothing"], "id: the index holds no item 'nothing'"),
     (
         ["search", "INDEX", "--image", "DATA/train_caps.txt"],
-        "pictures: the index was built from features, and does not know how a picture becomes features; name the "
-        "encoder of the features, or pass features or the id of an item",
+        "pictures: the index was built from features, and does not know how a picture becomes features; build it "
+        "again with the encoder of the features, or pass features or the id of an item",
     ),
     (["search", "INDEX", "--queries", "DATA/none.txt"], "DATA/none.txt: cannot be read: No such file or directory"),
     (

@@ -240,6 +240,12 @@ def test_the_class_token_of_a_recipe_is_that_of_the_trained_model(trained: Path)
     assert recipe_for_start(recipe, str(trained)) == {"model": "laps", "lr": 0.1}
 
 
+def test_a_recipe_for_a_single_conversion_has_no_other_batches(data: Path, tmp_path: Path) -> None:
+    run(config(data, tmp_path / "first", epochs=1, conversions=1))
+    recipe = recipe_for_start({"conversions": 8, "other_batches": "fresh", "lr": 0.1}, str(tmp_path / "first"))
+    assert (recipe["conversions"], "other_batches" in recipe) == (1, False)
+
+
 def test_a_model_that_is_passed_has_its_own_weights(data: Path, tmp_path: Path, trained: Path) -> None:
     with pytest.raises(ValueError, match="start: expected none with your own model"):
         train(from_start(data, tmp_path / "run", trained), model=models.load(trained))
