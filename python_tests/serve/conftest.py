@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from itm_fast.search import Index, encoder_kind
 from python_tests.helpers.pictures import write_encoder, write_pictures
 from python_tests.helpers.search import scan
+
+
+# These run the modules of the page; pytest collects them only where node is installed.
+collect_ignore = [] if shutil.which("node") else ["test_page_modules.py"]
 
 
 @pytest.fixture

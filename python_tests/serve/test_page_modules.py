@@ -18,8 +18,6 @@ from python_tests.helpers.emoji_index import write_emoji_index
 from python_tests.helpers.processes import HANGS
 from python_tests.helpers.service import service_in_thread
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-
 # Types each line of stdin into the search field, and prints the line below the field once it tells the outcome.
 BROWSER = """
 import { createInterface } from "node:readline";
