@@ -11,7 +11,6 @@ from itm_fast.search import Index, encoder_kind
 from python_tests.helpers.pictures import write_encoder, write_pictures
 from python_tests.helpers.search import scan
 
-
 # These run the modules of the page; pytest collects them only where node is installed.
 collect_ignore = [] if shutil.which("node") else ["test_page_modules.py"]
 
