@@ -230,6 +230,7 @@ def test_the_page_shows_pictures_and_escapes_texts(
     assert "http" not in text
 
 
+BUILD = ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "NEW"]
 BAD = [
     (["search", "INDEX", ""], "query: expected words, got an empty text"),
     (["search", "INDEX", " \t "], "query: expected words, got an empty text"),
@@ -274,41 +275,15 @@ BAD = [
         "--calibrate: expected a number above 0 and at most 1, got 2",
     ),
     (
-        ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "NEW", "--calibrate-queries", "9"],
+        [*BUILD, "--calibrate-queries", "9"],
         "--calibrate-split, --calibrate-queries: expected only with --calibrate",
     ),
     (
-        [
-            "index",
-            "build",
-            "--checkpoint",
-            "RUN",
-            "--data",
-            "DATA",
-            "--out",
-            "NEW",
-            "--calibrate",
-            "0.9",
-            "--calibrate-split",
-            "none",
-        ],
+        [*BUILD, "--calibrate", "0.9", "--calibrate-split", "none"],
         "DATA/none_ims.npy: no such file, so there is no split 'none' (splits in DATA: dev, test, train)",
     ),
     (
-        [
-            "index",
-            "build",
-            "--checkpoint",
-            "RUN",
-            "--data",
-            "DATA",
-            "--out",
-            "NEW",
-            "--pooling",
-            "mean",
-            "--training-split",
-            "dev",
-        ],
+        [*BUILD, "--pooling", "mean", "--training-split", "dev"],
         "--training-split: expected none with --pooling mean, which learns nothing",
     ),
     (["index", "build", "--checkpoint", "NEW", "--data", "DATA", "--out", "NEW"], "NEW: no such run directory"),
