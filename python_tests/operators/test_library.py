@@ -141,7 +141,7 @@ def test_build_info_says_what_was_found():
     assert info["torch"]["built"].split("+")[0] == torch.__version__.split("+")[0]
     assert info["libraries"]["_C_cpu"] == str(ROOT / "itm_fast" / "_C_cpu.so")
     assert info["compiler"].split()[0] in {"GNU", "Clang", "AppleClang"}
-    assert info["build_type"] == "Release"
+    assert info["build_type"] in {"Release", "Debug"}
     sets = info["instruction_sets"]
     assert sets["compiled"][0] == sets["available"][0] == "portable"
     assert set(sets["available"]) <= set(sets["compiled"])
