@@ -23,12 +23,13 @@ _COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DO
 
 
 def sources(root: Path = ROOT) -> list[Path]:
-    """Return the files in csrc/cuda that nvcc compiles, and all headers of csrc that they include."""
+    """Return the files in csrc/cuda that nvcc compiles, and all headers of csrc that they include for it."""
     found: set[Path] = set()
     left = sorted((root / "csrc/cuda").glob("*.cu"))
     while left:
         path = left.pop()
-        if path not in found:
+        # Only a C++ compiler reads the simulator.
+        if path not in found and path.parent != root / "csrc/shim":
             found.add(path)
             for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
                 folders = (path.parent, root / "csrc", root / "csrc/include")
