@@ -161,7 +161,9 @@ def train(
     if resume:
         if "out" not in given:
             raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")
-        saved = settings.to_dict(run_folder.saved_config(str(given["out"])))
+        before = run_folder.saved_config(str(given["out"]))
+        run_folder.check_paths(str(given["out"]), before, given)
+        saved = settings.to_dict(before)
     start = given.get("start", saved.get("start"))
     if isinstance(start, str):
         published = recipe_for_start(published, start)

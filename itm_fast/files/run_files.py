@@ -13,13 +13,17 @@ RUN/tensorboard/, wandb/, mlflow/        the log for a tracker (`--tracker`)
 
 from __future__ import annotations
 
-__all__ = ["BRANCHES", "CHECKPOINT", "CONFIG", "DISCRIMINATORS", "METRICS", "TENSORBOARD", "TRACKERS", "VOCABULARY"]
+__all__ = [
+    "BRANCHES", "CHECKPOINT", "CONFIG", "DISCRIMINATORS", "METRICS", "PATHS", "TENSORBOARD", "TRACKERS", "VOCABULARY",
+]  # fmt: skip
 
 BRANCHES = "branches"
 CHECKPOINT = "last/checkpoint.pt"
 CONFIG = "train.yaml"
 DISCRIMINATORS = "discriminators-*.safetensors"
 METRICS = "metrics.jsonl"
+# The settings of CONFIG that are paths.
+PATHS = ("data", "out", "vocab", "bert", "clip", "image_backbone", "start", "anchor")
 TENSORBOARD = "tensorboard"
 TRACKERS = (TENSORBOARD, "wandb", "mlflow")
 VOCABULARY = "vocab.json"

@@ -20,7 +20,7 @@ from itm_fast.files import regular
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_json, parse_yaml, read_json, read_text
 from itm_fast.files.environment import source_commit
 from itm_fast.files.messages import shown
-from itm_fast.files.run_files import CHECKPOINT, CONFIG, METRICS
+from itm_fast.files.run_files import CHECKPOINT, CONFIG, METRICS, PATHS
 from itm_fast.files.torch_files import load_plain
 from itm_fast.version import __version__
 
@@ -28,8 +28,6 @@ __all__ = ["CARD_FILE", "Described", "card_data", "card_text"]
 
 CARD_FILE = "README.md"
 _MAX_RESULT_BYTES = 2**20
-# Settings that are paths. A card shows only their last part, since the rest describes the machine.
-_PATHS = ("data", "out", "vocab", "bert", "clip", "image_backbone", "start", "anchor")
 # Numbers in the file of `itm-fast evaluate --json` that are no measures.
 _NO_MEASURES = ("images", "folds", "seconds", "rerank")
 _TASK = "image-text-retrieval"
@@ -170,7 +168,8 @@ def _settings(run: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected names and values, got {shown(found)}")
     return {
-        name: PurePath(value).name if name in _PATHS and isinstance(value, str) else value
+        # A card shows only the last part of a path, since the rest describes the machine.
+        name: PurePath(value).name if name in PATHS and isinstance(value, str) else value
         for name, value in found.items()
     }
 

@@ -1,12 +1,14 @@
 """The run directory: when a run may write into it. `itm_fast.files.run_files` lists its files.
 
-Inside: `check`, `lost_model`, `prepare`, `saved_config`, `with_saved_defaults`, `save_models`.
+Inside: `check`, `check_paths`, `lost_model`, `prepare`, `saved_config`, `with_saved_defaults`, `save_models`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -15,7 +17,7 @@ from itm_fast import config as settings
 from itm_fast.data import Vocabulary
 from itm_fast.files import atomic, regular
 from itm_fast.files.messages import shown
-from itm_fast.files.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, TRACKERS, VOCABULARY
+from itm_fast.files.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, PATHS, TRACKERS, VOCABULARY
 from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
@@ -28,6 +30,7 @@ __all__ = [
     "METRICS",
     "VOCABULARY",
     "check",
+    "check_paths",
     "lost_model",
     "prepare",
     "save_models",
@@ -40,15 +43,35 @@ _BRANCH_FILES = (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE)
 
 
 def saved_config(run: str | Path) -> TrainConfig:
-    """Read the settings that a run was started with; ValueError naming the file if it is missing or damaged."""
+    """Read the settings that a run was started with.
+
+    If a path no longer exists, the same path relative to the run directory is used: both may have moved together.
+
+    Raises:
+        ValueError: the file is missing or damaged. The message names it.
+    """
     path = Path(run) / CONFIG
     if not regular.is_file(path):
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
     values = read_yaml(path, quiet=True)
+    values |= {name: _found(values[name], values.get("out"), Path(run)) for name in PATHS if name in values}
     try:
         return settings.build(TrainConfig, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def check_paths(run: str | Path, config: TrainConfig, given: Container[str]) -> None:
+    """Check the paths in the settings of a run that resuming reads, except those `given` as options.
+
+    Raises:
+        ValueError: a path does not exist. The message names the entry of the settings and the option.
+    """
+    for name, path in _paths(config).items():
+        field = settings.fields_of(TrainConfig)[name]
+        if field.metadata["free_on_resume"] and name != "out" and name not in given and not Path(path).exists():
+            option = f"--{name.replace('_', '-')} {field.metadata['metavar']}"
+            raise ValueError(f"{Path(run) / CONFIG}: {name}: {path} does not exist; if it was moved, add {option}")
 
 
 def with_saved_defaults(config: TrainConfig) -> TrainConfig:
@@ -110,7 +133,8 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
     atomic.remove_matching((run / STATE_FILE).with_name(f".{DISCRIMINATORS}"), run)
     if not resume:
         (run / METRICS).unlink(missing_ok=True)
-    atomic.write_text(run / CONFIG, to_yaml(config))
+    absolute: dict[str, Any] = {name: _absolute(path) for name, path in _paths(config).items()}
+    atomic.write_text(run / CONFIG, to_yaml(attrs.evolve(config, **absolute)))
     return run
 
 
@@ -156,8 +180,33 @@ def _written(run: Path) -> list[Path]:
 
 
 def _first_difference(before: TrainConfig, now: TrainConfig) -> tuple[str, object, object] | None:
+    places = [{name: os.path.realpath(path) for name, path in _paths(one).items()} for one in (before, now)]
     for name, field in settings.fields_of(TrainConfig).items():
         old, new = getattr(before, name), getattr(now, name)
-        if old != new and not field.metadata["free_on_resume"]:
+        differs = places[0][name] != places[1][name] if name in places[0] and name in places[1] else old != new
+        if differs and not field.metadata["free_on_resume"]:
             return name, old, new
     return None
+
+
+def _paths(config: TrainConfig) -> dict[str, str]:
+    return {name: path for name in PATHS if (path := getattr(config, name)) is not None}
+
+
+def _absolute(path: str | Path) -> str:
+    # Path.resolve would follow links, which may later lead elsewhere.
+    return os.path.normpath(Path(path).absolute())
+
+
+def _found(path: Any, out: Any, run: Path) -> Any:
+    """Return the present place of a path in the settings of `run`, which name `out` as the run directory."""
+    if not isinstance(path, str) or not isinstance(out, str) or Path(path).is_absolute() != Path(out).is_absolute():
+        return path
+    # Earlier versions stored paths relative to a working directory that is unknown now.
+    if Path(path).is_absolute() and Path(path).exists():
+        return path
+    try:
+        beside = _absolute(run / os.path.relpath(path, out))
+    except ValueError:  # An empty path, or another drive on Windows.
+        return path
+    return beside if Path(beside).exists() else path

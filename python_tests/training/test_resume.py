@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from itm_fast import models
 from itm_fast.data import Vocabulary, open_split
@@ -16,9 +17,10 @@ from itm_fast.evaluation import evaluate
 from itm_fast.training import Trainer
 from itm_fast.training import trainer as trainer_module
 from itm_fast.training.checkpoint import load_state, save_state
+from itm_fast.training.config import read_yaml
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.run_folder import saved_config
-from python_tests.helpers.commands import SMALL, error, output
+from python_tests.helpers.commands import SMALL, error, output, train_small
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import config, run, same, stop_at, weights
 
@@ -74,6 +76,42 @@ def test_the_same_data_in_another_folder_are_accepted(data: Path, tmp_path: Path
     run(settings)
     other = shutil.copytree(data, tmp_path / "other")
     assert run(attrs.evolve(settings, data=str(other), epochs=2), resume=True).steps == 8
+
+
+def test_a_run_resumes_from_any_folder_and_after_a_move(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(data, tmp_path / "first" / "data")
+    monkeypatch.chdir(tmp_path / "first")
+    Vocabulary.build((data / "train_caps.txt").read_text().splitlines(), 1).save("words.json")
+    train_small(Path("data"), Path("runs/a"), "--vocab", "words.json")
+
+    def stored(project: str) -> list[str]:
+        found = read_yaml(tmp_path / project / "runs" / "a" / "train.yaml")
+        return [found[name] for name in ("data", "out", "vocab")]
+
+    def paths(project: str) -> list[str]:
+        return [str(tmp_path / project / name) for name in ("data", "runs/a", "words.json")]
+
+    assert stored("first") == paths("first")
+    monkeypatch.chdir(tmp_path)
+    more = ["--data", "first/data", "--vocab", "first/words.json", "--epochs", 2]
+    output(capsys, "train", "--out", "first/runs/a", "--resume", *more)
+    assert stored("first") == paths("first")
+    (tmp_path / "first").rename("second")
+    file = tmp_path / "second" / "runs" / "a" / "train.yaml"
+    relative = yaml.safe_load(file.read_text()) | {"data": "data", "out": "runs/a", "vocab": "words.json"}
+    for settings in (file.read_text(), yaml.safe_dump(relative)):  # Earlier versions stored relative paths.
+        file.write_text(settings)
+        output(capsys, "train", "--out", "second/runs/a", "--resume")
+        assert stored("second") == paths("second")
+    (tmp_path / "second" / "data").rename("elsewhere")
+    assert error(capsys, "train", "--out", "second/runs/a", "--resume") == (
+        1,
+        f"second/runs/a/train.yaml: data: {tmp_path}/second/data does not exist; if it was moved, add --data DIR",
+    )
+    output(capsys, "train", "--out", "second/runs/a", "--resume", "--data", "elsewhere")
+    assert stored("second")[0] == str(tmp_path / "elsewhere")
 
 
 def test_another_vocabulary_is_refused(data: Path, tmp_path: Path) -> None:
