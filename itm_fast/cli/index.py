@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import warnings
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,7 +73,7 @@ def build_command(
         typer.Option(
             metavar="NAME",
             help="How candidates are found: mean of the embeddings, or learned from the model's scores. Default: "
-            "learned, but mean for --pictures if the training data of RUN are not found.",
+            "learned, but mean for --pictures if the training data of RUN are not found, with a warning.",
         ),
     ] = None,
     training_split: Annotated[
@@ -135,20 +136,27 @@ def build_command(
     queries: list[str] = []
     if calibrate is not None and data is not None:
         queries = split_of(members, checkpoint, data, calibrate_split or split).captions
-    training_split = training_split or "train"
+    training = None
     if data is not None:
-        training = None
         if pooling is not _Pooling.mean:
-            training = split_to_learn_from(members, checkpoint, data, training_split)
+            training = split_to_learn_from(members, checkpoint, data, training_split or "train")
     else:
-        training = training_data(members, checkpoint[0], training_split)
-        if preprocessing is None:
-            preprocessing = "" if training is None else kind_of(training)
+        cause = ""
+        try:
+            training = training_data(members, checkpoint[0], training_split or "train")
+        except ValueError as error:
+            cause = str(error)
+        if preprocessing is None and training is not None:
+            preprocessing = kind_of(training)
         if not preprocessing:
-            raise ValueError(
-                "--preprocessing: expected how pictures become features, such as 224x14; the training data of "
-                f"{checkpoint[0]} do not tell"
-            )
+            advice = "add --preprocessing, such as 224x14, or --encoder DIR"
+            if cause:
+                raise ValueError(f"{cause}; without these data, {advice}")
+            raise ValueError(f"the training data of {checkpoint[0]} do not tell how pictures become features; {advice}")
+        if training is None and (pooling is _Pooling.learned or training_split is not None):
+            raise ValueError(f"{cause}; --pooling mean needs no training data")
+        if training is None and pooling is None:
+            warnings.warn(f"{cause}; candidates are found by --pooling mean instead of learned", stacklevel=2)
     index = Index.build(
         members,
         source,

@@ -35,24 +35,29 @@ def split_to_learn_from(members: Members, runs: list[Path], data: Path, split: s
     try:
         check_data(data, split)
     except ValueError as error:
-        found = training_data(members, runs[0], split)
-        if found is None:
-            raise ValueError(f"{error}; --pooling mean needs none, --training-split takes another") from None
-        return found
+        try:
+            return training_data(members, runs[0], split)
+        except ValueError as other:
+            advice = "--pooling mean needs none, --training-split takes another"
+            raise ValueError(f"{error}; {other}; {advice}") from None
     return split_of(members, runs, data, split)
 
 
-def training_data(members: Members, run: Path, split: str) -> PrecomputedDataset | None:
-    """Return a split of the data that a model was trained on; None if they were moved."""
-    from itm_fast.data import open_split
+def training_data(members: Members, run: Path, split: str) -> PrecomputedDataset:
+    """Open a split of the data that the first model was trained on; ValueError if they are unknown or unreadable."""
+    from itm_fast.cli.models import dataset_of
     from itm_fast.training import run_folder
 
-    tokenizer = members.main.tokenizer
-    if tokenizer is None or not (run / run_folder.CONFIG).exists():
-        return None
+    settings = run / run_folder.CONFIG
+    if members.main.tokenizer is None or not settings.exists():
+        missing = settings if members.main.tokenizer is not None else run / run_folder.VOCABULARY
+        raise ValueError(f"{missing}: no such file, so the training data of {run} are unknown")
+    data = run_folder.saved_config(run).data
+    if data is None:
+        raise ValueError(f"{settings}: data: expected the folder of the training data, found none")
+    if not Path(data).exists():
+        raise ValueError(f"{settings}: data: {data} does not exist; if it was moved, correct this entry")
     try:
-        data = open_split(run_folder.saved_config(run).data or "", split, tokenizer)
-        members.main.prepare(data)
-        return data
-    except (ValueError, OSError):
-        return None
+        return dataset_of(Path(data), split, members.main.tokenizer, members.main, run)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{settings}: data: {error}") from None

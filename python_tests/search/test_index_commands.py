@@ -16,6 +16,7 @@ from itm_fast import cli, models
 from itm_fast.data import emoji
 from itm_fast.search import Index
 from itm_fast.search.searching import CANDIDATES
+from itm_fast.training.config import TrainConfig, to_yaml
 from python_tests.helpers.commands import error, output
 from python_tests.helpers.search import scan, vsepp
 
@@ -151,6 +152,7 @@ def test_data_without_a_training_split_learn_from_those_of_the_run(
     assert error(capsys, *build, tmp_path / "none", "--checkpoint", moved) == (
         1,
         f"{gallery}/train_ims.npy: no such file, so there is no split 'train' (splits in {gallery}: test); "
+        f"{moved}/train.yaml: no such file, so the training data of {moved} are unknown; "
         "--pooling mean needs none, --training-split takes another",
     )
 
@@ -195,6 +197,27 @@ def test_a_folder_of_pictures_gives_the_same_index_as_its_features(
     with Image.open(io.BytesIO(index.thumbnail("4.png") or b"")) as small:
         close = np.asarray(small.convert("RGB")).astype(int) - emoji.pictures("test")[4]
     assert np.abs(close).mean() < 6
+
+
+def test_pictures_without_training_data_name_the_missing_file(
+    emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder, pictures, path = emoji_index
+    moved = shutil.copytree(run_folder, tmp_path / "moved")
+    build = ["index", "build", "--checkpoint", moved, "--pictures", pictures, "--out", tmp_path / "index"]
+    file = moved / "train.yaml"
+    unknown = f"{file}: no such file, so the training data of {moved} are unknown"
+    advice = "without these data, add --preprocessing, such as 224x14, or --encoder DIR"
+    assert error(capsys, *build) == (1, f"{unknown}; {advice}")
+    file.write_text(to_yaml(TrainConfig(data=str(tmp_path / "gone"), out=str(moved))))
+    gone = f"{file}: data: {tmp_path}/gone does not exist; if it was moved, correct this entry"
+    assert error(capsys, *build) == (1, f"{gone}; {advice}")
+    build += ["--preprocessing", "emoji"]
+    for option in (["--pooling", "learned"], ["--training-split", "train"]):
+        assert error(capsys, *build, *option) == (1, f"{gone}; --pooling mean needs no training data")
+    with pytest.warns(UserWarning, match="correct this entry; candidates are found by --pooling mean instead of lea"):
+        output(capsys, *build)
+    assert Index.open(tmp_path / "index").manifest.pictures == Index.open(path).manifest.pictures == "emoji"
 
 
 def test_thumbnails_may_be_left_out(emoji_index: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -264,7 +287,8 @@ BAD = [
     (["index", "build", "--checkpoint", "RUN", "--out", "NEW"], "--data: expected either --data DIR or --pictures DIR"),
     (
         ["index", "build", "--checkpoint", "RUN", "--pictures", "DATA", "--out", "NEW"],
-        "--preprocessing: expected how pictures become features, such as 224x14; the training data of RUN do not tell",
+        "the training data of RUN do not tell how pictures become features; add --preprocessing, such as 224x14, or "
+        "--encoder DIR",
     ),
     (
         ["index", "build", "--checkpoint", "RUN", "--pictures", "DATA", "--preprocessing", "emoji", "--out", "NEW"],
