@@ -109,7 +109,11 @@ def run(arguments: list[str] | None = None) -> int:
         else:
             _print_error(_with_value(error))
         return int(error.exit_code)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        names_file = isinstance(error.filename, str) and error.strerror is not None
+        _print_error(f"{error.filename}: {error.strerror}" if names_file else str(error))
+        return 1
+    except ValueError as error:
         _print_error(str(error))
         return 1
     except (RuntimeError, MemoryError) as error:

@@ -361,7 +361,7 @@ def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureF
         ),
         ([file, "--protocol", "coco"], "protocol: expected full, f30k, coco1k, coco5k, eccv, cxc, pmrp, got 'coco'"),
         ([file, "--folds", 5], "folds: expected a divisor of the number of images, 12, got 5"),
-        ([tmp_path / "none.npy"], f"[Errno 2] No such file or directory: '{tmp_path / 'none.npy'}'"),
+        ([tmp_path / "none.npy"], f"{tmp_path / 'none.npy'}: No such file or directory"),
         ([file, "--json", tmp_path], f"{tmp_path}: expected a file to write, found a folder"),
     ):
         assert error(capsys, "score", *arguments) == (1, message)
