@@ -170,6 +170,11 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Loader(DataLoader[Batch | ValueError]):
+    def check_worker_number_rationality(self) -> None:
+        """Do not warn of more workers than processors, once for each epoch and process: `check_count` has a limit."""
+
+
 class BatchLoader:
     """Iterate over batches of a data set.
 
@@ -200,7 +205,7 @@ class BatchLoader:
         self._index_batches, self._dataset = index_batches, dataset
         self._augmentation = augmentation
         self._pin = pin_memory and torch.cuda.is_available()
-        self._loader: DataLoader[Batch | ValueError] = DataLoader(
+        self._loader = _Loader(
             _Batches(dataset, augmentation),
             sampler=index_batches,
             batch_size=None,

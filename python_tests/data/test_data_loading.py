@@ -99,6 +99,13 @@ def test_batches_are_in_the_given_order(dataset, workers):
             assert torch.equal(getattr(batch, name), getattr(expected, name))
 
 
+def test_more_workers_than_processors_give_no_warning(dataset, monkeypatch, recwarn):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert len(list(BatchLoader(dataset, EpochSampler(30, 7), workers=2))) == 5
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_reaches_the_training_process_as_one_line(tmp_path, workers):
     images = features_of(6)
