@@ -171,6 +171,11 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
         return True
 
     @property
+    def scores_are_probabilities(self) -> bool:
+        """Return whether all scores lie in (0, 1), as those of a sigmoid do."""
+        return False
+
+    @property
     def reads_tags(self) -> bool:
         """Return whether `encode_images` takes `itm_fast.data.TaggedImages`: regions with object tags."""
         return False

@@ -89,6 +89,11 @@ class CAMP(FragmentModel):
         """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
+    @property
+    def scores_are_probabilities(self) -> bool:
+        """Return whether the head ends in a sigmoid."""
+        return self.config.head == "sigmoid"
+
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32, in (0, 1) with the sigmoid; images are rows."""
         rows = max(images.max_length + captions.max_length, 1)

@@ -179,6 +179,11 @@ class FDF(FragmentModel):
         """Return what the host returns."""
         return self.host.scores_within_one
 
+    @property
+    def scores_are_probabilities(self) -> bool:
+        """Return what the host returns."""
+        return self.host.scores_are_probabilities
+
     def score(self, images: Any, captions: Any) -> Tensor:
         """Score embeddings by the host's similarity: (n_images, n_captions), images are rows."""
         return self.host.score(images, captions)

@@ -70,6 +70,11 @@ class OSCAR(MatchingModel):
         return self.config.probability
 
     @property
+    def scores_are_probabilities(self) -> bool:
+        """Return whether scores are those of a sigmoid."""
+        return self.config.probability
+
+    @property
     def max_caption_length(self) -> int:
         """Return the maximum number of tokens per caption."""
         return self.config.bert_max_length

@@ -88,6 +88,11 @@ class PFAN(SCAN):
         return self.peak is None and super().scores_within_one
 
     @property
+    def scores_are_probabilities(self) -> bool:
+        """Return whether a regulator ends in a sigmoid, and nothing is added."""
+        return self.peak is None and super().scores_are_probabilities
+
+    @property
     def attention_scores(self) -> AttentionScores | None:
         """Return the cross-attention of the model's directions; None if it is not the whole score."""
         return super().attention_scores if self.peak is None else None

@@ -121,6 +121,11 @@ class SCAN(FragmentModel):
         """Return whether scores are means or maxima of cosines."""
         return self.config.aggregation in ("mean", "max")
 
+    @property
+    def scores_are_probabilities(self) -> bool:
+        """Return whether a regulator ends in a sigmoid."""
+        return self.config.regulator is not None
+
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32, images are rows."""
         scores = []

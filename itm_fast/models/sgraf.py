@@ -87,6 +87,11 @@ class SGRAF(FragmentModel):
         """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
+    @property
+    def scores_are_probabilities(self) -> bool:
+        """Return True: a score is that of a sigmoid, or the mean of two."""
+        return True
+
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32 in (0, 1), images are rows.
 

@@ -1,4 +1,4 @@
-"""Warn of settings that have no effect in a configuration.
+"""Warn of settings that have no effect in a configuration, and of losses for other scores than the model's.
 
 They are not refused, because the ablations of a method share its recipe or settings.
 
@@ -27,7 +27,7 @@ _IDLE = {
 
 
 def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
-    """Yield one line for each such setting of a run that trains `model`."""
+    """Yield one line for each such setting of a run that trains `model` with the loss of `config`."""
     if config.scenario == "addr":
         fields = settings.fields_of(TrainConfig)
         for name in _IDLE.get(config.addr or "full", ()):
@@ -40,4 +40,12 @@ def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
             "where the margins turn negative"
         )
     if config.loss == "matching_bce" and model.scores_within_one:
-        yield f"loss: matching_bce takes log-odds, but the scores of this {model.name} lie within [-1, 1]"
+        yield (
+            f"loss: matching_bce takes log-odds, but the scores of this {model.name} lie within [-1, 1]; use siglip, "
+            "which learns their scale"
+        )
+    if config.loss == "bce" and not model.scores_are_probabilities:
+        yield (
+            f"loss: bce takes probabilities, but the scores of this {model.name} may lie outside (0, 1), where they "
+            "have no gradient; use siglip, which learns their scale"
+        )

@@ -80,6 +80,10 @@ class OwnModel(MatchingModel):
     def scores_within_one(self) -> bool:
         return bool(getattr(self.module, "scores_within_one", True))
 
+    @property
+    def scores_are_probabilities(self) -> bool:
+        return bool(getattr(self.module, "scores_are_probabilities", True))
+
     def first_image_weight(self) -> nn.Parameter:
         return first_image_weight(self.module)
 

@@ -115,3 +115,43 @@ def test_soft_margins_are_for_scores_up_to_one(name: str, options: dict, within:
 def test_a_run_with_soft_margins_beside_other_scores_says_so(data: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=f"^{re.escape(OUTSIDE.format('bfan'))}$"):
         run(config(data, tmp_path / "run", model="bfan", scenario="mss", soft=True, epochs=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "within"),
+    [
+        ("scan", {}, False),
+        ("scan", {"regulator": "rcar", "alignment_dim": 6, "direction": "mean"}, True),
+        ("sgraf", {"n_regions": 5, "alignment_dim": 6, "module": "mean"}, True),
+        ("dbl", {"alignment_dim": 6}, False),
+        ("vse_infty", {}, False),
+        ("camp", {}, True),
+        ("camp", {"head": "cosine"}, False),
+        ("pfan", {"feature_dim": 6}, False),
+        ("fdf", {"host": "scan"}, False),
+    ],
+)
+def test_the_loss_bce_is_for_scores_between_0_and_1(name: str, options: dict, within: bool) -> None:
+    model = make(name, **options)
+    assert model.scores_are_probabilities == within
+    with torch.no_grad():
+        scores = model.score(model.encode_images(torch.randn(4, 5, 10)), model.encode_images(torch.randn(4, 5, 10)))
+    assert not within or 0 < float(scores.min()) <= float(scores.max()) < 1
+    message = (
+        f"loss: bce takes probabilities, but the scores of this {name} may lie outside (0, 1), where they have no "
+        "gradient; use siglip, which learns their scale"
+    )
+    assert lines(model, loss="bce") == ([] if within else [message])
+
+
+def test_a_run_with_a_loss_of_other_scores_says_so(data: Path, tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"^loss: bce takes probabilities, but the scores of this scan may lie outside"
+    ):
+        run(config(data, tmp_path / "bce", loss="bce", epochs=1))
+    message = (
+        "loss: matching_bce takes log-odds, but the scores of this scan lie within [-1, 1]; use siglip, which learns "
+        "their scale"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        run(config(data, tmp_path / "matching_bce", loss="matching_bce", epochs=1))
