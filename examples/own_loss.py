@@ -58,7 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     data = options.data or str(emoji.write_dataset("data/emoji"))
 
-    train(
+    result = train(
         TrainConfig(
             data=data,
             out=options.out,
@@ -71,6 +71,8 @@ def main() -> None:
             lr=1e-3,
         )
     )
+    if not result.finished:  # stopped by Ctrl-C
+        return
     model = models.load(options.out)
     test = PrecomputedDataset(data, "test", model.tokenizer)
     print(evaluation.recall_table({"test": evaluation.evaluate(model, test)}))

@@ -31,6 +31,8 @@ def main() -> None:
         lr=1e-3,
     )
     result = train(config)
+    if not result.finished:  # stopped by Ctrl-C
+        return
     print(f"best sum of recalls on dev: {result.best['rsum']:.1f} after {result.best_step} steps")
 
     model = models.load(options.out)

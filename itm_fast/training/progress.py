@@ -16,7 +16,15 @@ __all__ = ["Progress", "TrainResult"]
 
 @attrs.frozen
 class TrainResult:
-    """The result of a run. `best` is the summary of the best validation; `finished` is False if a signal stopped it."""
+    """The result of a run.
+
+    Attributes:
+        best: the summary of the best validation, such as `best["rsum"]`; empty before the first.
+        best_step: the step of that validation.
+        steps: steps done.
+        seconds: duration of the run in seconds, including the time before a resume.
+        finished: False if SIGINT (Ctrl-C) or SIGTERM stopped the run.
+    """
 
     best: dict[str, float]
     best_step: int

@@ -67,6 +67,10 @@ def train(
             scalar, in all epochs. A parameter `positives` receives a mask (B, B) of further pairs that are no
             negatives, or None. The scenarios aoq, meta_spn and ncr have their own losses and take none.
 
+    Returns:
+        The result of the run. After Ctrl-C (SIGINT) or SIGTERM, the state is saved and `finished` is False; `best` is
+        then empty if there was no validation yet. `resume` continues the run.
+
     Raises:
         TypeError: `model` or a data set lacks a method.
         ValueError: a setting, the data or the content of the run directory does not fit, or another process trains

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from itm_fast import training
 from itm_fast.data import emoji
+from itm_fast.losses import registry
+from itm_fast.models import base
+from itm_fast.training import TrainResult
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.processes import ROOT
 from python_tests.helpers.processes import run as run_process
@@ -74,6 +79,18 @@ def test_own_parts_train_like_built_in_ones(script: str, setting: str, data: Pat
     lines = read_metrics(out / "metrics.jsonl")
     assert all(0 < line["loss"] < 1e4 and line["grad_norm"] > 0 for line in lines if line["kind"] == "train")
     assert len([line for line in lines if line["kind"] == "validation"]) == 3
+
+
+@pytest.mark.parametrize("script", ["own_loss.py", "own_model.py", "train_scan.py"])
+def test_an_example_that_is_interrupted_reports_no_result(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
+    monkeypatch.setattr(base, "_MODELS", dict(base._MODELS))
+    monkeypatch.setattr(training, "train", lambda _config: TrainResult({}, 0, 1, 1.0, finished=False))
+    monkeypatch.setattr(sys, "argv", [script, "--data", "data", "--out", "run"])
+    runpy.run_path(str(EXAMPLES / script))["main"]()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.thorough
