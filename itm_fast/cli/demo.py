@@ -160,16 +160,18 @@ def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
 
     from itm_fast.training import Trainer
     from itm_fast.training.creation import create_model
+    from itm_fast.training.loss_rules import mining_of
     from itm_fast.training.run import load_data
 
     vocabulary, train_data, validation_data = load_data(config)
     trainer = Trainer(config, create_model(config, vocabulary, train_data), train_data, validation_data, progress=False)
-    seconds = {mining: trainer.seconds_per_step(mining) for mining in ("all", config.mining)}
+    mining = mining_of(config)
+    seconds = {kind: trainer.seconds_per_step(kind) for kind in ("all", mining)}
 
     def needed_for(epochs: int) -> float:
         # Validations take about a tenth more.
         warmup = min(epochs, config.warmup_epochs or 0)
-        return 1.1 * trainer.steps_per_epoch * (warmup * seconds["all"] + (epochs - warmup) * seconds[config.mining])
+        return 1.1 * trainer.steps_per_epoch * (warmup * seconds["all"] + (epochs - warmup) * seconds[mining])
 
     fitting = next((epochs for epochs in range(config.epochs, 1, -1) if needed_for(epochs) <= minutes * 60), 1)
     if fitting == config.epochs:
@@ -244,8 +246,10 @@ def _facts(
 
 def _negatives(config: TrainConfig) -> str:
     """Return the negatives of all epochs, starting with the warm-up."""
+    from itm_fast.training.loss_rules import mining_of
+
     warmup = min(config.warmup_epochs or 0, config.epochs)
-    kinds = ["all"] * warmup + [config.mining] * (config.epochs > warmup)
+    kinds = ["all"] * warmup + [mining_of(config)] * (config.epochs > warmup)
     return ", then ".join(dict.fromkeys(kind.replace("_", "-") for kind in kinds))
 
 

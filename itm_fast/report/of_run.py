@@ -26,6 +26,7 @@ from itm_fast.report.content import Report, WordAttention
 from itm_fast.report.queries import image_query, text_query
 from itm_fast.report.write import write_report
 from itm_fast.training import run_folder
+from itm_fast.training.loss_rules import mining_of
 from itm_fast.training.metrics_log import read_metrics
 
 __all__ = ["check_pictures", "searches", "write_run_report"]
@@ -75,7 +76,7 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
             ("Parameters", f"{sum(one.numel() for one in model.parameters()) / 1e6:.2f} million"),
             *([("Vision model", config.image_backbone)] if config.image_backbone else []),
             *([("Started from", config.start)] if config.start else []),
-            ("Negatives", config.mining.replace("_", "-")),
+            ("Negatives", mining_of(config).replace("_", "-")),
             ("Steps", f"{metrics[-1]['step']:,} of {config.batch_size} pairs; epochs: {config.epochs}"),
             ("Training time", f"{metrics[-1]['seconds']:.0f} s, validations included"),
             ("Processor", processor_name()),

@@ -26,6 +26,7 @@ from itm_fast.training.loss_rules import (
     RIVALS,
     check_loss,
     default_warmup,
+    mining_of,
     present_defaults,
 )
 from itm_fast.training.rivals.mixture import MIXTURES
@@ -247,10 +248,11 @@ class TrainConfig:
     margin: float = setting(
         0.2, group=LOSS, minimum=0, help="Margin of the triplet, self_expanding and polynomial losses."
     )
-    mining: str = setting(
-        "hardest",
+    mining: str | None = setting(
+        None,
         group=LOSS,
-        help="Negatives: hardest, all, or for the triplet loss selective (SelHN), semi_hard (SHN), sct (SCT).",
+        help="Negatives: hardest, all, or for the triplet loss selective (SelHN), semi_hard (SHN), sct (SCT). Default: "
+        "all with cmpm, infonce, siglip and matching_bce; else hardest.",
         choices=MINING,
         former_choices={"contrastive": "sct"},
     )
@@ -515,6 +517,8 @@ class TrainConfig:
     def __attrs_post_init__(self) -> None:
         for name, value in present_defaults(settings.to_dict(self)).items():
             object.__setattr__(self, name, value)
+        if self.mining is None:
+            object.__setattr__(self, "mining", mining_of(self))
         check_loss(self)
         if self.warmup_epochs is None:
             object.__setattr__(self, "warmup_epochs", default_warmup(self))

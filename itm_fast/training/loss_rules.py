@@ -29,6 +29,7 @@ __all__ = [
     "described_boosting",
     "is_mutual",
     "loss_settings",
+    "mining_of",
     "present_defaults",
     "warms_up_itself",
     "without_idle",
@@ -283,6 +284,11 @@ def described_boosting(config: Any) -> str:
     """Describe the boosting loss: its name, and the setting of its form."""
     boosting = boosting_of(config)
     return f"{boosting} ({config.boosting_mining if boosting in BOOSTED else config.boosting_form})"
+
+
+def mining_of(config: Any) -> str:
+    """Return the negatives of the loss. If the settings name none, they are the first ones that the loss takes."""
+    return config.mining or (registry.find(config.loss).mining or MINING)[0]
 
 
 def boosting_of(config: Any) -> str:

@@ -13,7 +13,7 @@ from itm_fast.losses import registry
 from itm_fast.losses.contrastive_loss import LARGEST_SCALE
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.loss_rules import boosting_of, loss_settings, warms_up_itself
+from itm_fast.training.loss_rules import boosting_of, loss_settings, mining_of, warms_up_itself
 
 __all__ = ["make_boosting_loss", "make_losses", "make_realignment_losses"]
 
@@ -32,7 +32,7 @@ def make_losses(config: TrainConfig, model: MatchingModel) -> dict[str, nn.Modul
         _share_parameters(warm_up, main)
     else:
         warm_up = registry.create("triplet", {**run, "mining": "all"}, options if config.loss == "triplet" else {})
-    return {"all": warm_up, config.mining: main}
+    return {"all": warm_up, mining_of(config): main}
 
 
 def _share_parameters(loss: nn.Module, main: nn.Module) -> None:
@@ -59,8 +59,9 @@ def make_realignment_losses(config: TrainConfig) -> dict[str, nn.Module]:
     realignment = partial(
         losses.RealignmentLoss, config.margin, halve=config.halve_loss, reduction="mean" if config.mean_loss else "sum"
     )
-    main = realignment(mining=config.mining, epsilon=config.epsilon, selective_divisor=config.selective_divisor)
-    return {"all": realignment(mining="all"), config.mining: main}
+    mining = mining_of(config)
+    main = realignment(mining=mining, epsilon=config.epsilon, selective_divisor=config.selective_divisor)
+    return {"all": realignment(mining="all"), mining: main}
 
 
 def make_boosting_loss(config: TrainConfig) -> nn.Module:

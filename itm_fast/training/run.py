@@ -265,6 +265,7 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary | None, vocabulary_source:
     if trainer.random_note:
         yield trainer.random_note
     yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"
+    yield f"loss: {trainer.described_loss}"
     if config.scenario == "addr":
         yield f"scenario: addr, {config.addr or 'full'}"
         if isinstance(trainer.stepper.scenario, AddrScenario):

@@ -26,7 +26,7 @@ from itm_fast.training.diagnostics import (
     watched_embeddings,
 )
 from itm_fast.training.gradient_monitor import GradientMonitor
-from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies, warms_up_itself
+from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies, mining_of, warms_up_itself
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.replicas import Replicas, check_shared
@@ -75,9 +75,10 @@ class Stepper:
         if model.auxiliary_setting is not None:
             check_auxiliary(config, model.auxiliary_setting, self.world.size)
         self._auxiliary: float | None = None  # Of the target in the last step.
-        self.losses = nn.ModuleDict(make_losses(config, model) if loss is None else {config.mining: loss}).to(device)
+        self.mining = mining_of(config)
+        self.losses = nn.ModuleDict(make_losses(config, model) if loss is None else {self.mining: loss}).to(device)
         self._unchecked = self.world.size > 1 and loss is not None
-        self._copies: int = getattr(self.losses[config.mining], "copies", 1)
+        self._copies: int = getattr(self.losses[self.mining], "copies", 1)
         if self._copies > 1:
             check_copies(config, self.world.size)
         self._is_triplet = config.loss == "triplet" and loss is None
@@ -87,7 +88,7 @@ class Stepper:
         self.scenario = make_scenario(
             config, model, per_epoch, anchor, image_rows, n_images, room, of_loss, data, validation_data
         )
-        if "all" in self.losses and config.mining != "all" and not warms_up_itself(config.loss):
+        if "all" in self.losses and self.mining != "all" and not warms_up_itself(config.loss):
             self.scenario.branches[0].start_later(of_loss, (config.warmup_epochs or 0) * per_epoch)
         learning = [branch.model for branch in self.scenario.branches]
         check_shared(self.scenario.models, self.world)
@@ -145,7 +146,7 @@ class Stepper:
 
     def _of_loss(self) -> dict[str, float]:
         """Return the scalar parameters of the loss, for the log."""
-        learned = self.losses[self.config.mining].named_parameters()
+        learned = self.losses[self.mining].named_parameters()
         return {f"loss_{name.rpartition('.')[2]}": float(one.detach()) for name, one in learned if one.numel() == 1}
 
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:

@@ -249,6 +249,7 @@ class Trainer:
         engine = Engine(lambda _engine, batch: self._step(batch))
         # Ignite would log every exception to stderr, in addition to the one line that the user gets.
         engine.logger.setLevel(logging.CRITICAL)
+        engine.add_event_handler(Events.EPOCH_STARTED, self._print_mining)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._after_step)
         return engine
 
@@ -281,8 +282,19 @@ class Trainer:
     def mining(self) -> str:
         """The negatives of the current epoch; epochs count from 1 once the run has started."""
         if self._own_loss:
-            return self.config.mining
-        return "all" if max(self.engine.state.epoch, 1) <= (self.config.warmup_epochs or 0) else self.config.mining
+            return self.stepper.mining
+        return "all" if max(self.engine.state.epoch, 1) <= (self.config.warmup_epochs or 0) else self.stepper.mining
+
+    @property
+    def described_loss(self) -> str:
+        """The loss and its negatives in all epochs, for the summary of a run."""
+        if self._own_loss:
+            return "your own"
+        warmup, mining = self.config.warmup_epochs or 0, self.stepper.mining
+        if warmup and mining != "all":
+            first = "epoch 1" if warmup == 1 else f"epochs 1 to {warmup}"
+            mining = f"all in {first}, then {mining}" if warmup < self.config.epochs else "all"
+        return f"{self.config.loss}, negatives: {mining}"
 
     def _after_step(self, engine: Engine) -> None:
         step = engine.state.iteration
@@ -346,6 +358,12 @@ class Trainer:
             **{**output, **loss},
             seconds=round(self.progress.seconds, 3),
         )
+
+    def _print_mining(self, engine: Engine) -> None:
+        """Print a line if the warm-up with all negatives ended before this epoch."""
+        warmup, starts = self.config.warmup_epochs or 0, engine.state.iteration % self.steps_per_epoch == 0
+        if self._talks and starts and engine.state.epoch == warmup + 1 > 1 and self.mining != "all":
+            self._bar.write(f"epoch {engine.state.epoch}/{self.config.epochs}: negatives now {self.mining}, before all")
 
     def _print_step(self, output: dict[str, float]) -> None:
         """Print a line if there is no progress bar, at most every `_LINE_SECONDS`."""

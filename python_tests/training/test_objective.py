@@ -14,14 +14,15 @@ import torch
 from itm_fast import cli, models
 from itm_fast.ops.triplet_loss import MINING as OPERATOR_MINING
 from itm_fast.ops.triplet_loss import SELECTIVE_DIVISORS
-from itm_fast.training import TrainConfig, Trainer
+from itm_fast.training import TrainConfig, Trainer, train
+from itm_fast.training.config import read_yaml
 from itm_fast.training.loss_rules import MINING
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.objective import make_losses
 from itm_fast.training.plateau import PlateauWarning
 from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.comparison_loops import loop_losses
-from python_tests.helpers.runs import config, make_trainer, run, same, weights
+from python_tests.helpers.runs import config, make_trainer, run, same, stop_at, weights
 from python_tests.helpers.triplets import loop_losses as loop_triplets
 
 # Settings of a loss, and the loops that compute it.
@@ -82,7 +83,7 @@ def test_the_choices_are_those_of_the_operator() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "cmpm"}, "mining: the loss cmpm takes all, got 'hardest'"),
+        ({"loss": "cmpm", "mining": "hardest"}, "mining: the loss cmpm takes all, got 'hardest'"),
         ({"loss": "polynomial", "mining": "selective"}, "mining: the loss polynomial takes hardest, got 'selective'"),
         ({"loss": "cmpm", "mining": "all", "margin": 0.5},
          "margin: 0.5 goes with the loss clipped_sct or polynomial or self_expanding or triplet, not cmpm"),
@@ -139,6 +140,40 @@ def test_the_command_line_says_it_in_one_line(data: Path, tmp_path: Path, capsys
     assert cli.run([*arguments, "--selective-divisor", "negatives", "--halve-loss"]) == 0
     lines = read_metrics(out / "metrics.jsonl")
     assert {line["mining"] for line in lines if line["kind"] == "train"} == {"selective"}
+
+
+@pytest.mark.parametrize("loss", ["bce", "cmpm", "infonce", "matching_bce", "polynomial", "siglip", "triplet"])
+def test_a_loss_takes_its_own_negatives_if_none_are_named(loss: str) -> None:
+    own = dict.fromkeys(("cmpm", "infonce", "matching_bce", "siglip"), "all")
+    assert TrainConfig(data="d", out="o", loss=loss).mining == own.get(loss, "hardest")
+    assert TrainConfig(data="d", out="o", loss="bce", mining="all").mining == "all"
+
+
+def test_the_negatives_of_a_loss_are_saved_logged_and_resumed(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["--data", str(data), "--out", str(out), *SMALL, "--loss", "infonce", "--log-every", "1"]
+    assert cli.run(["train", *arguments]) == 0
+    assert "loss: infonce, negatives: all" in capsys.readouterr().out.splitlines()
+    assert read_yaml(out / "train.yaml")["mining"] == "all"
+    assert {line["mining"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"} == {"all"}
+    assert cli.run(["train", "--out", str(out), "--resume", "--epochs", "2"]) == 0
+
+
+def test_a_line_tells_when_the_negatives_change(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The summary names the negatives of all epochs. A resumed run does not repeat the line within the epoch."""
+    settings = config(data, tmp_path / "run", epochs=3, warmup_epochs=2)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 10)
+        train(settings)
+    first = "".join(capfd.readouterr())
+    assert "\nloss: triplet, negatives: all in epochs 1 to 2, then hardest\n" in first
+    assert first.count("epoch 3/3: negatives now hardest, before all\n") == 1
+    train(settings, resume=True)
+    assert "negatives now" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("options", LOSSES, ids=str)
