@@ -15,18 +15,21 @@ from itm_fast.data import PrecomputedDataset, emoji
 from itm_fast.training import TrainConfig, train
 
 
-@losses.register("top_k")  # from here on, `TrainConfig(loss=...)` knows the name
+# From here on, `TrainConfig(loss=...)` knows the name. The first epoch uses all negatives: the hardest ones alone would
+# make all scores equal.
+@losses.register("top_k", mining=("hardest", "all"))
 class TopK(nn.Module):
     """Average the hinges of the k hardest negatives; other captions of the same image are no negatives.
 
     Args:
         margin: the setting `margin` of the run.
         k: number of negatives per image and per caption.
+        mining: "hardest"; "all" averages over all negatives, as in the warm-up.
     """
 
-    def __init__(self, margin: float = 0.2, k: int = 5) -> None:
+    def __init__(self, margin: float = 0.2, k: int = 5, mining: str = "hardest") -> None:
         super().__init__()
-        self.margin, self.k = margin, k
+        self.margin, self.k, self.mining = margin, k, mining
 
     def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
         """Compute the loss.
@@ -42,7 +45,7 @@ class TopK(nn.Module):
         if positives is not None:
             excluded = excluded | positives
         negatives = scores.masked_fill(excluded, -torch.inf)
-        k = min(self.k, len(scores))
+        k = len(scores) if self.mining == "all" else min(self.k, len(scores))
         matching = scores.diagonal()[:, None]
         rows = (self.margin + negatives.topk(k, dim=1).values - matching).clamp(min=0)
         columns = (self.margin + negatives.topk(k, dim=0).values.t() - matching).clamp(min=0)

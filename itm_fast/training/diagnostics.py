@@ -24,7 +24,7 @@ __all__ = ["embedding_diagnostics", "image_gradient_norm", "mining_diagnostics",
 
 
 def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, epsilon: float) -> dict[str, float]:
-    """Measure the gap of the hardest negatives to the positives, and the share of anchors that use them.
+    """Measure the spread of the scores, the gap of the hardest negatives, and the share of anchors that use them.
 
     Args:
         scores: (B, B) without gradient: images are rows, positives are on the diagonal.
@@ -37,11 +37,13 @@ def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, ep
     Returns:
         `i2t_hardest_share` and `t2i_hardest_share`, within [0, 1], and `hardest_gap`, the mean of
         `|s_hardest - s_positive|` over the anchors of both directions. Anchors without a negative do not count; a
-        number without any anchor is missing.
+        number without any anchor is missing. `score_spread`, the standard deviation of all scores; missing for a
+        single one, and if a score is not finite.
 
     Source: Figures 3d, 5d and 7 of SelHN and RVSE++ (delta s, Eq 10; the share of Eq 9's first line).
     """
-    own = scores.diagonal().to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    own = scores.diagonal()
     shares, gaps, counts = [], [], []
     for hardest, _ in F_itm.hardest_negatives(scores, positives):
         gap = (hardest - own).abs()
@@ -56,14 +58,16 @@ def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, ep
         gaps.append(gap.masked_fill(~counted, 0.0).sum())
         counts.append(counted.sum(dtype=gap.dtype))
     # One transfer from the device for all numbers.
-    numbers = torch.stack([*shares, *gaps, *counts]).tolist()
-    (rows, columns), gap_sum, (n_rows, n_columns) = numbers[:2], sum(numbers[2:4]), numbers[4:]
+    spread = scores.std() if scores.numel() > 1 else own.new_full((), math.nan)
+    numbers = torch.stack([*shares, *gaps, *counts, spread]).tolist()
+    (rows, columns), gap_sum, (n_rows, n_columns, deviation) = numbers[:2], sum(numbers[2:4]), numbers[4:]
     named = {
         "i2t_hardest_share": (rows, n_rows),
         "t2i_hardest_share": (columns, n_columns),
         "hardest_gap": (gap_sum, n_rows + n_columns),
     }
-    return {name: total / count for name, (total, count) in named.items() if count}
+    found = {name: total / count for name, (total, count) in named.items() if count}
+    return found | ({"score_spread": deviation} if math.isfinite(deviation) else {})
 
 
 @contextlib.contextmanager

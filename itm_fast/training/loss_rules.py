@@ -27,6 +27,7 @@ __all__ = [
     "check_loss",
     "default_warmup",
     "described_boosting",
+    "escapes",
     "is_mutual",
     "loss_settings",
     "mining_of",
@@ -148,6 +149,17 @@ def default_warmup(config: Any) -> int:
     is_fresh = not is_trained and (config.scenario != "oas" or not config.anchor_start)
     warms_up = config.loss == "triplet" or warms_up_itself(config.loss)
     return int(warms_up and config.mining == "hardest" and config.epochs > 1 and is_fresh)
+
+
+def escapes(config: Any, mining: str) -> str:
+    """Return what to change if all scores become equal in steps with the negatives `mining`."""
+    found = []
+    if mining != "all" and _takes(config.loss, "warmup_epochs"):
+        found.append(f"start with --warmup-epochs {(config.warmup_epochs or 0) + 1}")
+    if mining == "hardest" and config.loss == "triplet":
+        found.append("use --mining selective")
+    text = f"{', '.join(found)}{',' * (len(found) > 1)} or lower --lr" if found else "lower --lr"
+    return text[0].upper() + text[1:]
 
 
 def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

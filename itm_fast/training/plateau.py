@@ -1,14 +1,18 @@
-"""Detect that hardest-negative training has collapsed: all scores are nearly equal."""
+"""Detect that a training has collapsed: all scores are nearly equal."""
 
 from __future__ import annotations
 
+import math
 import warnings
 
 __all__ = ["PlateauMonitor", "PlateauWarning"]
 
-# Scores count as equal if the hardest negative is nearer to the positive than this share of the margin.
-_EQUAL = 0.02
-# Steps on the plateau before equal scores count as a collapse: scores of an untrained model are close, too.
+# Scores count as equal if their standard deviation in a batch is below this, as most models score within [-1, 1], and
+# below this share of the largest one of the run, as the scores of some models start close together.
+_EQUAL, _SHARE = 0.005, 0.1
+# Below this they count as equal also where they never differed.
+_ALWAYS = 1e-5
+# Steps with equal scores before the warning.
 _STEPS = 20
 
 
@@ -17,47 +21,70 @@ class PlateauWarning(UserWarning):
 
 
 class PlateauMonitor:
-    """Warn once when the loss stays at 2 * B * margin: all scores are equal and nothing is learned.
+    """Warn once when all scores stay nearly equal, or the triplet loss at 2 * B * margin: nothing is learned.
 
-    With hardest negatives, each of the 2 B anchors has exactly the margin as its loss if all scores are equal. This
-    collapse is a stable state because the gradients of the two directions cancel.
+    With hardest negatives, this collapse is a stable state because the gradients of the two directions cancel. Each of
+    the 2 B anchors then has exactly the margin as its triplet loss.
 
     Args:
-        margin: margin of the triplet loss. The watched loss is its sum over the batch.
-        patience: consecutive steps on the plateau before the warning; 20 suffice if the scores are seen to be equal.
+        margin: margin of the triplet loss.
+        patience: consecutive steps with the loss on its plateau before the warning.
         tolerance: relative distance from the plateau that still counts.
+        equal_patience: steps since the scores were last seen to differ, before the warning.
     """
 
-    def __init__(self, margin: float, patience: int = 100, tolerance: float = 0.03) -> None:
-        self.margin, self.patience, self.tolerance = margin, patience, tolerance
-        self.steps_on_plateau = 0
+    def __init__(
+        self, margin: float, patience: int = 100, tolerance: float = 0.03, equal_patience: int = _STEPS
+    ) -> None:
+        self.margin, self.patience, self.tolerance, self.equal_patience = margin, patience, tolerance, equal_patience
+        self.steps_on_plateau = self.steps_equal = 0
+        self.widest = 0.0
         self.warned = False
 
-    def update(self, loss: float, batch_size: int, gap: float | None = None) -> str | None:
-        """Take the loss of one hardest-negative step; warn and return the message if the scores have collapsed.
+    def update(self, spread: float | None, advice: str, loss: float | None = None, batch_size: int = 0) -> str | None:
+        """Count one step; warn and return the message if the scores have collapsed.
 
         Args:
-            loss: the sum over the batch.
+            spread: standard deviation of the scores of the batch; None on steps that do not measure it.
+            advice: the end of the message: what to do.
+            loss: the triplet loss of the hardest negatives, summed over the batch; None with any other loss.
             batch_size: number of pairs.
-            gap: mean distance of the hardest negative from the positive, on steps that are logged.
         """
         plateau = 2 * batch_size * self.margin
-        on_plateau = plateau > 0 and abs(loss - plateau) <= self.tolerance * plateau
-        self.steps_on_plateau = self.steps_on_plateau + 1 if on_plateau else 0
-        equal = gap is not None and gap < _EQUAL * self.margin and self.steps_on_plateau >= min(_STEPS, self.patience)
-        if self.warned or not (equal or self.steps_on_plateau >= self.patience):
+        if loss is not None:
+            on_plateau = plateau > 0 and abs(loss - plateau) <= self.tolerance * plateau
+            self.steps_on_plateau = self.steps_on_plateau + 1 if on_plateau else 0
+        self.steps_equal += 1
+        limit = _EQUAL
+        if spread is not None and math.isfinite(spread):
+            self.widest = max(self.widest, spread)
+            limit = max(min(_EQUAL, _SHARE * self.widest), _ALWAYS)
+            self.steps_equal = self.steps_equal if spread < limit else 0
+        if self.warned:
+            return None
+        if spread is not None and spread < limit and self.steps_equal >= self.equal_patience:
+            reason = (
+                f"their standard deviation in a batch has been below {limit:.2g} for {self.steps_equal} steps (now "
+                f"{spread:.2g})"
+            )
+        elif loss is not None and self.steps_on_plateau >= self.patience:
+            reason = f"the loss has stayed at 2 * batch size * margin = {plateau:g} for {self.steps_on_plateau} steps"
+        else:
             return None
         self.warned = True
-        message = (
-            f"all scores are nearly equal: the loss has stayed at 2 * batch size * margin = {plateau:g} for "
-            f"{self.steps_on_plateau} steps, and nothing is learned. Start with --warmup-epochs 1, use --mining "
-            "selective, or lower --lr"
-        )
+        message = f"all scores are nearly equal: {reason}, and nothing is learned. {advice}"
         warnings.warn(message, PlateauWarning, stacklevel=2)
         return message
 
-    def state_dict(self) -> dict[str, int | bool]:
-        return {"steps_on_plateau": self.steps_on_plateau, "warned": self.warned}
+    def state_dict(self) -> dict[str, int | bool | float]:
+        return {
+            "steps_on_plateau": self.steps_on_plateau,
+            "steps_equal": self.steps_equal,
+            "widest": self.widest,
+            "warned": self.warned,
+        }
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def load_state_dict(self, state: dict[str, int | bool | float]) -> None:
+        """Restore a state. One of an earlier version has no scores."""
         self.steps_on_plateau, self.warned = int(state["steps_on_plateau"]), bool(state["warned"])
+        self.steps_equal, self.widest = int(state.get("steps_equal", 0)), float(state.get("widest", 0.0))

@@ -26,13 +26,13 @@ from itm_fast.training.diagnostics import (
     watched_embeddings,
 )
 from itm_fast.training.gradient_monitor import GradientMonitor
-from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies, mining_of, warms_up_itself
+from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies, escapes, mining_of, warms_up_itself
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.replicas import Replicas, check_shared
-from itm_fast.training.scenarios import BatchFunctions, make_scenario
+from itm_fast.training.scenarios import BatchFunctions, StepResult, make_scenario
 from itm_fast.training.shares import images_of
-from itm_fast.training.state_check import check_like
+from itm_fast.training.state_check import MayLack, check_like
 
 __all__ = ["Stepper"]
 
@@ -81,7 +81,7 @@ class Stepper:
         self._copies: int = getattr(self.losses[self.mining], "copies", 1)
         if self._copies > 1:
             check_copies(config, self.world.size)
-        self._is_triplet = config.loss == "triplet" and loss is None
+        self._own_loss = loss is not None
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
         of_loss = list(self.losses.parameters())
@@ -133,16 +133,27 @@ class Stepper:
                 gather = partial(self.replicas.whole_rows, batch=batch)
                 diagnostics |= embedding_diagnostics(result.scores, positives, embeddings[0], embeddings[1], gather)
         found: list[str | None] = []
-        if result.own_loss is not None and mining == "hardest" and self._is_triplet:
-            factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
-            loss = factor * (result.own_loss - (self._auxiliary or 0.0))
-            found.append(self.plateau.update(loss, len(images), diagnostics.get("hardest_gap")))
+        if result.scores is not None:
+            found.append(self._watch(result, mining, number, diagnostics.get("score_spread")))
         numbers = result.numbers
         if "grad_norm" in numbers:
             found.append(self.gradients.update(numbers["grad_norm"], numbers["loss"]))
         self.cautions = [caution for caution in found if caution is not None]
         beside = {} if self._auxiliary is None else {"auxiliary_loss": self._auxiliary}
         return {**numbers, **beside, **self._of_loss(), **diagnostics}
+
+    def _watch(self, result: StepResult, mining: str, number: int, spread: float | None) -> str | None:
+        """Return the warning of collapsed scores after a step of the target; `spread` is that of logged steps."""
+        scores, loss = result.scores, None
+        assert scores is not None
+        if number == 1 and spread is None:  # Later spreads are compared with that of the untrained model.
+            spread = float(scores.float().std())
+        if self._own_loss:
+            return self.plateau.update(spread, "Lower --lr")
+        if result.own_loss is not None and mining == "hardest" and self.config.loss == "triplet":
+            factor = (2 if self.config.halve_loss else 1) * (len(scores) if self.config.mean_loss else 1)
+            loss = factor * (result.own_loss - (self._auxiliary or 0.0))
+        return self.plateau.update(spread, escapes(self.config, mining), loss, len(scores))
 
     def _of_loss(self) -> dict[str, float]:
         """Return the scalar parameters of the loss, for the log."""
@@ -238,5 +249,7 @@ class Stepper:
         if loss := self.losses.state_dict():
             check_like(state.get("loss"), loss, "loss")
             self.losses.load_state_dict(state["loss"])
-        check_like(state["plateau"], self.plateau.state_dict(), "plateau")
+        # Those of the scores are newer.
+        newer = {"steps_equal": MayLack(0), "widest": MayLack(0.0)}
+        check_like(state["plateau"], {**self.plateau.state_dict(), **newer}, "plateau")
         self.plateau.load_state_dict(state["plateau"])

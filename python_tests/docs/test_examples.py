@@ -75,7 +75,9 @@ def test_own_parts_train_like_built_in_ones(script: str, setting: str, data: Pat
     out = tmp_path / "run"
     printed = run(script, "--data", data, "--out", out, "--epochs", 3, "--batch-size", 40, cwd=tmp_path)
     assert recalls(printed)
-    assert f"\n{setting}" in (out / "train.yaml").read_text()
+    saved = (out / "train.yaml").read_text()
+    assert f"\n{setting}" in saved
+    assert "\nwarmup_epochs: 1\n" in saved  # Without it, all scores become equal.
     lines = read_metrics(out / "metrics.jsonl")
     assert all(0 < line["loss"] < 1e4 and line["grad_norm"] > 0 for line in lines if line["kind"] == "train")
     assert len([line for line in lines if line["kind"] == "validation"]) == 3

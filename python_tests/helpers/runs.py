@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,14 @@ def run(settings: TrainConfig, *, resume: bool = False) -> TrainResult:
     return train(settings, resume=resume, progress=False)
 
 
-def make_trainer(settings: TrainConfig) -> Trainer:
+def make_trainer(settings: TrainConfig, loss: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Trainer:
     vocabulary, train_data, dev_data = load_data(settings)
     torch.manual_seed(settings.seed)
     model = create_model(settings, vocabulary, train_data)
     for split in (train_data, dev_data):
         model.prepare(split)
     anchor = frozen_anchor(settings, model, vocabulary)
-    return Trainer(settings, model, train_data, dev_data, anchor=anchor, progress=False)
+    return Trainer(settings, model, train_data, dev_data, loss=loss, anchor=anchor, progress=False)
 
 
 def weights(run_folder: Path) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from python_tests.helpers.runs import config, make_trainer, run, same, weights
 from python_tests.helpers.triplet_cases import random_scores
 from python_tests.helpers.triplets import loop_hardest
 
-KEYS = {"i2t_hardest_share", "t2i_hardest_share", "hardest_gap"}
+KEYS = {"i2t_hardest_share", "t2i_hardest_share", "hardest_gap", "score_spread"}
 
 
 def by_loops(scores: Tensor, positives: Tensor | None, mining: str, epsilon: float) -> dict[str, float]:
@@ -52,6 +53,8 @@ def by_loops(scores: Tensor, positives: Tensor | None, mining: str, epsilon: flo
             )
         if taken:
             result[f"{direction}_hardest_share"] = sum(taken) / len(taken)
+    each = [value for row in values for value in row]
+    result["score_spread"] = statistics.stdev(each)
     return {**result, "hardest_gap": sum(gaps) / len(gaps)} if gaps else result
 
 
@@ -93,7 +96,8 @@ def test_an_example_by_hand() -> None:
 
 def test_where_there_is_nothing_to_measure_the_number_is_missing() -> None:
     assert mining_diagnostics(torch.ones(1, 1), None, "hardest", 0.01) == {}
-    assert mining_diagnostics(torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bool), "selective", 0.01) == {}
+    everywhere = torch.ones(3, 3, dtype=torch.bool)
+    assert mining_diagnostics(torch.ones(3, 3), everywhere, "selective", 0.01) == {"score_spread": 0.0}
     # A row without a negative and a row with only infinitely distant negatives count in neither number.
     scores = torch.tensor([[0.5, 0.25], [-math.inf, 0.5]])
     assert mining_diagnostics(scores, torch.tensor([[False, True], [False, False]]), "hardest", 0.01) == {}
