@@ -251,8 +251,8 @@ class TrainConfig:
     mining: str | None = setting(
         None,
         group=LOSS,
-        help="Negatives: hardest, all, or for the triplet loss selective (SelHN), semi_hard (SHN), sct (SCT). Default: "
-        "all with cmpm, infonce, siglip and matching_bce; else hardest.",
+        help="Negatives: hardest, all; with triplet also selective, semi_hard, sct. Default: hardest, or all if the "
+        "loss takes no others.",
         choices=MINING,
         former_choices={"contrastive": "sct"},
     )
