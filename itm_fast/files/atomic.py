@@ -8,12 +8,12 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from itm_fast.files.folder import Folder
-from itm_fast.files.regular import check_regular
+from itm_fast.files.regular import check_regular, open_file
 
 StrPath = str | os.PathLike[str]
 
@@ -21,6 +21,8 @@ StrPath = str | os.PathLike[str]
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # numpy checks the free space itself and raises exceptions without an error code.
 _NUMPY_ERROR = re.compile(r"Not enough free space|\d+ requested and \d+ written")
+# Bytes of two files that are compared at a time.
+_PIECE = 2**20
 
 
 def open_folder(path: StrPath, root: StrPath | None = None) -> Folder:
@@ -162,6 +164,53 @@ def write_bytes(path: StrPath, content: bytes, root: StrPath | None = None) -> N
     """Write `content` atomically. `root` is as in `atomic_file`."""
     with atomic_file(path, root) as file:
         file.write(content)
+
+
+def write_together(folder: StrPath, contents: Mapping[str, bytes], marker: str) -> None:
+    """Replace files of `folder` that belong together. A process that ends meanwhile leaves no mixture of both.
+
+    All contents are on disk before the first name changes. `marker`, without which the files are not read, is then
+    removed first and comes back last, unless only one file changes.
+
+    Args:
+        folder: the folder. It is created if it is missing.
+        contents: the files by name, `marker` included. Other files stay.
+        marker: the name of the file that readers need.
+
+    Raises:
+        OSError: the disk is full or broken. The message is one line that names the file. All earlier files are kept.
+        ValueError: one of the files is a symbolic link.
+    """
+    with open_folder(folder) as opened, contextlib.ExitStack() as cleanup:
+        temporaries: dict[str, str] = {}
+        for name, content in contents.items():
+            target = Path(folder) / name
+            opened.status(name)
+            with naming_full_disk(target):
+                temporaries[name], handle = opened.temporary(*_temporary_name(target))
+                # Nothing is left to remove once the file is renamed.
+                cleanup.callback(opened.remove, temporaries[name])
+                with os.fdopen(handle, "w+b") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(handle)
+        changed = [name for name, content in contents.items() if not _contains(Path(folder) / name, content)]
+        if len(changed) > 1:
+            opened.remove(marker)
+            opened.flush()
+        for name in sorted(contents, key=lambda one: one == marker):
+            opened.replace(temporaries[name], name)
+        opened.flush()
+
+
+def _contains(path: Path, content: bytes) -> bool:
+    """Return whether `path` is a file with this content."""
+    with contextlib.suppress(OSError), open_file(path) as file:
+        starts = range(0, len(content), _PIECE)
+        return os.fstat(file.fileno()).st_size == len(content) and all(
+            file.read(_PIECE) == content[start : start + _PIECE] for start in starts
+        )
+    return False
 
 
 def check_target(path: StrPath) -> None:

@@ -257,14 +257,17 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
         """
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write `config.json`, `model.safetensors` and the tokenizer, if any, each atomically.
+        """Write `config.json`, `model.safetensors` and the tokenizer, if any.
 
-        The folder is created if it is missing.
+        The folder is created if it is missing. If it contains another model, an interrupted call leaves that model, or
+        a folder that `load` refuses. A full disk changes nothing.
         """
+        contents = self.file_contents()
         if self.tokenizer is not None:
-            self.tokenizer.save(Path(directory) / VOCABULARY)
-        for name, content in self.file_contents().items():
-            atomic.write_bytes(Path(directory) / name, content)
+            # As `Vocabulary.save` writes it.
+            words = self.tokenizer.to_json().encode("utf-8", "backslashreplace")
+            contents = {VOCABULARY: words, **contents}
+        atomic.write_together(directory, contents, marker=list(contents)[-1])
 
     def check_saved(self, directory: Path) -> None:
         """Raise ValueError naming the file if `load` cannot read what `save` wrote."""

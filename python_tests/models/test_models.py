@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from itm_fast import models
+from itm_fast.data import Vocabulary
+from itm_fast.files.folder import Folder
 from itm_fast.fragments import Fragments
 from itm_fast.nn import CrossAttentionScores, ImageEncoder, PatchEncoder, TextEncoder, l2norm
 from python_tests.helpers.gru import gru_states
@@ -359,6 +361,57 @@ def test_a_failed_save_leaves_the_old_model(saved, monkeypatch) -> None:
         models.create("scan", **CONFIG).save(saved)
     assert (saved / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at_rename(monkeypatch, number: int) -> None:
+    replace, calls = Folder.replace, []
+
+    def killed(folder: Folder, name: str, target: str) -> None:
+        if len(calls) == number:
+            raise Killed
+        calls.append(target)
+        replace(folder, name, target)
+
+    monkeypatch.setattr(Folder, "replace", killed)
+
+
+def with_words(words: str = "abcdefghijklmnopqr", **changes) -> models.MatchingModel:
+    model = models.create("scan", **{**CONFIG, **changes})
+    model.tokenizer = Vocabulary([*Vocabulary.build([]).words, *words])
+    return model
+
+
+@pytest.mark.parametrize("changes", [{"t2i_temperature": 4.0}, {"words": "rqponmlkjihgfedcba"}])
+@pytest.mark.parametrize("renamed", range(3))
+def test_a_killed_save_leaves_no_mixture_of_two_models(tmp_path, monkeypatch, changes, renamed) -> None:
+    """Weights of one model would load with the vocabulary or the settings of the other."""
+    with_words().save(tmp_path)
+    other = with_words(**changes)
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, renamed)
+        with pytest.raises(Killed):
+            other.save(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: no such file; .* is not a saved model"):
+        models.load(tmp_path)
+    other.save(tmp_path)
+    assert models.load(tmp_path).tokenizer == other.tokenizer
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
+
+
+@pytest.mark.parametrize("renamed", range(3))
+def test_a_killed_save_of_other_weights_alone_leaves_a_model(tmp_path, monkeypatch, renamed) -> None:
+    """As in a training, whose best model is replaced many times."""
+    before, after = with_words(), with_words()
+    before.save(tmp_path)
+    kill_at_rename(monkeypatch, renamed)
+    with pytest.raises(Killed):
+        after.save(tmp_path)
+    expected = before if renamed < 2 else after  # The vocabulary comes before the weights.
+    assert torch.equal(models.load(tmp_path).image_encoder.fc.weight, expected.image_encoder.fc.weight)
 
 
 # Patches
