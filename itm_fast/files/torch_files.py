@@ -16,7 +16,7 @@ import torch
 from itm_fast.files.messages import shortened
 from itm_fast.files.regular import native_path, open_file
 
-__all__ = ["Allowed", "RefusedError", "check_pickle", "load_plain"]
+__all__ = ["READABLE", "Allowed", "RefusedError", "check_pickle", "load_plain"]
 
 # A class that a file may name, or a class and the name that stands for it in the file.
 Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
@@ -30,9 +30,13 @@ _CALLS = ("REDUCE", "NEWOBJ", "BUILD")
 
 
 # The types that tensors consist of. torch itself would allow more, such as bytearray and codecs.
-_STORAGES = [f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (
-    "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"
-)]  # fmt: skip
+_KINDS = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool,
+}  # fmt: skip
+READABLE = frozenset(_KINDS.values())
+_STORAGES = [f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in _KINDS]
 _ALLOWED = {
     "collections.OrderedDict",
     "torch.Size",

@@ -116,7 +116,8 @@ class Branch:
         late, of_loss = self._frozen_steps, set(self._of_loss)
         for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
             if steps > late[parameter] if parameter in late else parameter.requires_grad:
-                kept = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
+                moment = _moment(parameter)
+                kept = {**moments, "exp_avg": moment, "exp_avg_sq": moment}
                 # Only weights of the model that learn from the first step on have a gradient for sure, in that step.
                 sure = parameter not in late and parameter not in of_loss
                 expected["optimizer"]["state"][index] = kept if sure else MayLack(kept)
@@ -164,6 +165,12 @@ def finite(what: str, tensor: Tensor, number: int) -> float:
     if not math.isfinite(value):
         raise DivergedError(f"the {what} became {value} at step {number}; lower --lr, or look at the features")
     return value
+
+
+def _moment(parameter: Tensor) -> Tensor:
+    """Return a tensor with the layout of Adam's averages of `parameter`: as its own, but without gaps in memory."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return parameter if dense else torch.zeros_like(parameter)
 
 
 def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -21,6 +21,7 @@ from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.evaluation.scoring import Gallery
 from itm_fast.files.messages import shown
+from itm_fast.files.torch_files import READABLE
 from itm_fast.fragments import Fragments
 from itm_fast.losses import TripletLoss
 from itm_fast.models.base import WEIGHTS_FILE, MatchingModel, check_shapes, first_image_weight, shapes_of
@@ -246,7 +247,7 @@ def as_model(model: nn.Module) -> MatchingModel:
 
     Raises:
         TypeError: it is no module, or lacks a method.
-        ValueError: no weight can be trained.
+        ValueError: no weight can be trained, or a checkpoint cannot hold one of its parameters or buffers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {shown(model)}")
@@ -258,12 +259,32 @@ def as_model(model: nn.Module) -> MatchingModel:
             raise ValueError(
                 f"model: the entry {name} of its state_dict is no tensor, and could not be saved; keep it in a buffer"
             )
+    _check_entries(model, "model")
     if isinstance(model, MatchingModel):
         return model
     missing = [name for name in _ENCODES if not callable(getattr(model, name, None))]
     if missing:
         raise TypeError(f"model: {type(model).__name__} has no method {missing[0]}")
     return OwnModel(model)
+
+
+def _check_entries(module: nn.Module, what: str) -> None:
+    """Raise ValueError naming a tensor of `module` that a checkpoint cannot restore, before a run is trained."""
+    for name, entry in module.state_dict().items():
+        if not isinstance(entry, Tensor):
+            continue
+        if entry.layout is not torch.strided:
+            reason = f"is {str(entry.layout).removeprefix('torch.')}, and only dense tensors can be resumed"
+        elif entry.dtype not in READABLE:
+            reason = f"has the type {str(entry.dtype).removeprefix('torch.')}, which cannot be resumed"
+        elif any(stride == 0 and size > 1 for stride, size in zip(entry.stride(), entry.shape, strict=True)):
+            reason = "repeats values in memory, as expand does, and cannot be resumed; call contiguous() first"
+        else:
+            continue
+        raise ValueError(
+            f"{what}: the entry {name} of its state_dict {reason}; a buffer that never changes may have "
+            "persistent=False"
+        )
 
 
 def check_settings(
@@ -292,7 +313,13 @@ def as_data(data: Gallery, split: str) -> PrecomputedDataset | OwnData:
 
 
 def as_loss(loss: Callable[..., Tensor]) -> nn.Module:
-    """Return a `TripletLoss` as it is, because one kernel computes it with the scores, and another one as `OwnLoss`."""
+    """Return a `TripletLoss` as it is, because one kernel computes it with the scores, and another one as `OwnLoss`.
+
+    Raises:
+        ValueError: a checkpoint cannot hold its parameters or buffers.
+    """
+    if isinstance(loss, nn.Module):
+        _check_entries(loss, "loss")
     return loss if type(loss) is TripletLoss else OwnLoss(loss)
 
 

@@ -415,6 +415,11 @@ def with_plain_backbone() -> models.MatchingModel:
     return model
 
 
+def holding(module: nn.Module, entry: Tensor) -> nn.Module:
+    module.register_buffer("entry", entry)
+    return module
+
+
 def broken(**changes: object) -> Stripes:
     data = Stripes(60, 1)
     for name, value in changes.items():
@@ -430,6 +435,19 @@ def broken(**changes: object) -> Stripes:
         ({"model": Matcher().requires_grad_(False)}, {}, ValueError, "model: Matcher has no weight to train"),
         ({"model": Unused()}, {}, ValueError, r"does not depend on the weight module.head.weight \(2 such weights"),
         ({"model": Extra()}, {}, ValueError, "model: the entry _extra_state of its state_dict is no tensor"),
+        (
+            {"model": holding(Matcher(), torch.ones(3, dtype=torch.complex64))}, {}, ValueError,
+            "model: the entry entry of its state_dict has the type complex64, which cannot be resumed; a buffer that "
+            "never changes may have persistent=False",
+        ),
+        (
+            {"model": holding(Matcher(), torch.eye(3).to_sparse())}, {}, ValueError,
+            "model: the entry entry of its state_dict is sparse_coo, and only dense tensors can be resumed",
+        ),
+        (
+            {"loss": holding(Scaled(), torch.ones(1).expand(3))}, {}, ValueError,
+            "loss: the entry entry of its state_dict repeats values in memory, as expand does, and cannot be resumed",
+        ),
         ({}, {"image_frozen_epochs": 1}, ValueError, "image_frozen_epochs: expected none with your own module, got 1"),
         ({}, {"text_checkpointing": True}, ValueError, "text_checkpointing: expected none with your own module"),
         ({}, {"model_options": {"embed_dim": 4}}, ValueError, "model_options: expected none with your own module"),
@@ -495,6 +513,21 @@ def test_a_module_with_infinite_buffers_and_frozen_bfloat16_resumes(tmp_path: Pa
         assert torch.equal(load_file(tmp_path / "branches" / "1" / "model.safetensors")["mask"], model.mask)
     with pytest.raises(ValueError, match=r"^frozen weights .*: its content is not what the run to resume was started"):
         run(settings(tmp_path, warmup_epochs=1, epochs=3, scenario=scenario), model=Masked(), resume=True)
+
+
+def test_weights_with_gaps_in_memory_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Adam keeps their averages without gaps."""
+
+    def model() -> Matcher:
+        torch.manual_seed(1)
+        own = Matcher()
+        own.words.weight = nn.Parameter(torch.linspace(-1, 1, 32 * (COLOURS + 1)).reshape(COLOURS + 1, 32)[:, ::2])
+        return own
+
+    for out, epochs in ((tmp_path / "whole", (2,)), (tmp_path / "parts", (1, 2))):
+        for number, last in enumerate(epochs):
+            run(settings(out, warmup_epochs=0, epochs=last), model=model(), resume=number > 0)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
 def test_infinite_weights_of_a_state_are_refused(tmp_path: Path) -> None:
