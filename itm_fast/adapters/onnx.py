@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast.adapters.dense_encoders import dense_captions, dense_images
-from itm_fast.files import atomic
 from itm_fast.fragments import Fragments
 from itm_fast.models import MatchingModel, load
 
@@ -79,9 +78,8 @@ def export_onnx(
                     f"model: an encoder of {model.name} cannot be exported to ONNX: {_first(error)}"
                 ) from None
             _check(found, module(*inputs), tolerance, model.name)
-    model.save(directory)
-    atomic.write_bytes(Path(directory) / IMAGES_FILE, of_images)
-    atomic.write_bytes(Path(directory) / CAPTIONS_FILE, of_captions)
+    # Graphs of another model would load, and encode for this one.
+    model.save(directory, beside={IMAGES_FILE: of_images, CAPTIONS_FILE: of_captions})
 
 
 class OnnxModel:

@@ -256,13 +256,17 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
             total: adds a tensor up over the processes that share the batch. All of them call it.
         """
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str], *, beside: Mapping[str, bytes] | None = None) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizer, if any.
 
         The folder is created if it is missing. If it contains another model, an interrupted call leaves that model, or
         a folder that `load` refuses. A full disk changes nothing.
+
+        Args:
+            directory: the folder.
+            beside: contents of other files by name, which belong to the model and are replaced together with it.
         """
-        contents = self.file_contents()
+        contents = {**(beside or {}), **self.file_contents()}
         if self.tokenizer is not None:
             # As `Vocabulary.save` writes it.
             words = self.tokenizer.to_json().encode("utf-8", "backslashreplace")

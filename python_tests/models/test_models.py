@@ -414,6 +414,21 @@ def test_a_killed_save_of_other_weights_alone_leaves_a_model(tmp_path, monkeypat
     assert torch.equal(models.load(tmp_path).image_encoder.fc.weight, expected.image_encoder.fc.weight)
 
 
+@pytest.mark.parametrize("renamed", range(4))
+def test_files_beside_a_model_are_replaced_with_it(tmp_path, monkeypatch, renamed) -> None:
+    """As graphs of its encoders: with the weights of another model, they would give other scores."""
+    with_words().save(tmp_path, beside={"graph.onnx": b"before"})
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, renamed)
+        with pytest.raises(Killed):
+            with_words().save(tmp_path, beside={"graph.onnx": b"after"})
+    with pytest.raises(ValueError, match=r"config\.json: no such file; .* is not a saved model"):
+        models.load(tmp_path)
+    with_words().save(tmp_path, beside={"graph.onnx": b"after"})
+    assert models.load(tmp_path).tokenizer == with_words().tokenizer
+    assert (tmp_path / "graph.onnx").read_bytes() == b"after"
+
+
 # Patches
 
 
