@@ -31,3 +31,9 @@ class GradientMonitor:
         )
         warnings.warn(message, GradientWarning, stacklevel=2)
         return message
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"warned": self.warned}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        self.warned = bool(state["warned"])

@@ -236,7 +236,8 @@ class Stepper:
         """Return everything that the next step depends on, except the weights of the target and the batch."""
         loss = self.losses.state_dict()
         parts = {"loss": loss} if loss else {}
-        return {**self.scenario.state_dict(), **parts, "plateau": self.plateau.state_dict()}
+        monitors = {"plateau": self.plateau.state_dict(), "gradients": self.gradients.state_dict()}
+        return {**self.scenario.state_dict(), **parts, **monitors}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
         """Restore the part of `state` that `state_dict` returned after `steps` steps, before the first step here.
@@ -253,3 +254,6 @@ class Stepper:
         newer = {"steps_equal": MayLack(0), "widest": MayLack(0.0)}
         check_like(state["plateau"], {**self.plateau.state_dict(), **newer}, "plateau")
         self.plateau.load_state_dict(state["plateau"])
+        gradients = state.get("gradients", self.gradients.state_dict())  # States of earlier versions have none.
+        check_like(gradients, self.gradients.state_dict(), "gradients")
+        self.gradients.load_state_dict(gradients)

@@ -129,6 +129,7 @@ def group(**changes: object) -> Callable[[dict], object]:
         (lambda state: state["plateau"].update(steps_on_plateau=[]),
          "plateau.steps_on_plateau: expected a value of type int, got []"),
         (lambda state: state["plateau"].update(warned=1), "plateau.warned: expected a value of type bool, got 1"),
+        (lambda state: state["gradients"].clear(), "gradients: 'warned' is missing"),
         (lambda state: state["random"].clear(), "random.cpu: expected a tensor, got None"),
         (lambda state: state["random"].update(cpu=torch.zeros(8, dtype=torch.uint8)),
          f"random.cpu: expected shape ({len(torch.get_rng_state())},), got (8,)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.training import Trainer, train
+from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.gradient_monitor import GradientWarning
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.plateau import PlateauMonitor, PlateauWarning
@@ -136,6 +138,24 @@ def test_absurd_gradients_are_reported_once(data: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", GradientWarning)
         run(config(data, tmp_path / "healthy", mining="all"))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_resumed_run_repeats_no_warning(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """A state of an earlier version does not record warnings, so one is repeated."""
+    monkeypatch.setattr("itm_fast.training.gradient_monitor._ABSURD", 0.0)
+    with pytest.warns(GradientWarning):
+        run(config(data, tmp_path, epochs=1))
+    state = load_state(tmp_path)
+    if not kept:
+        del state["gradients"]
+        save_state(tmp_path, state)
+    with contextlib.nullcontext() if kept else pytest.warns(GradientWarning):
+        run(config(data, tmp_path), resume=True)
+    notes = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "warning"]
+    assert notes == ([1] if kept else [1, 5])
 
 
 def test_lines_replace_the_progress_bar_without_a_terminal(
