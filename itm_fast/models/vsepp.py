@@ -20,7 +20,7 @@ from itm_fast.nn import (
     l2norm,
     mean_pool,
 )
-from itm_fast.nn.image_encoder import as_regions, detach_blank_rows
+from itm_fast.nn.image_encoder import as_regions, detach_blank_rows, narrowed
 
 __all__ = ["VSEPP", "VSEPPConfig"]
 
@@ -74,7 +74,8 @@ class VSEPP(MatchingModel):
             # The mean commutes with a linear layer, which then has one row per image to do.
             regions = as_regions(features, self.config.feature_dim)
             mean = mean_pool(regions)
-            images = detach_blank_rows(self.image_encoder.fc(mean), mean)
+            fc = self.image_encoder.fc
+            images = detach_blank_rows(fc(narrowed(mean, fc.weight)), mean)
             images = images.masked_fill((regions.lengths == 0)[:, None], 0.0)
             # Autocast has rounded it; what normalises and scores one vector an item is float32.
             images = images.to(torch.promote_types(images.dtype, torch.float32))

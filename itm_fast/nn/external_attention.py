@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
-from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.image_encoder import linear_layer, narrowed
 from itm_fast.nn.packing import padded_rows
 
 __all__ = ["ExternalSpacePooling"]
@@ -31,7 +31,8 @@ class ExternalSpacePooling(nn.Module):
         rows = sets.values.to(torch.promote_types(sets.dtype, torch.float32))
         if rows.shape[0] == 0:
             return rows.new_zeros(len(sets), rows.shape[1])
-        values, logits = padded_rows(sets, rows), padded_rows(sets, self.linear(rows).to(rows.dtype))
+        logits = self.linear(narrowed(rows, self.linear.weight)).to(rows.dtype)
+        values, logits = padded_rows(sets, rows), padded_rows(sets, logits)
         # An empty set sees one row of zeros, which gives zero.
         inside = torch.arange(values.shape[1], device=rows.device) < sets.lengths.clamp(min=1)[:, None]
         weights = logits.masked_fill(~inside[:, :, None], -torch.inf).softmax(dim=1)

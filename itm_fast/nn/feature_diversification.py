@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.grouped import GroupedAttention, GroupedLinear, GroupedPooling, GroupedRowNorm, of_group
+from itm_fast.nn.image_encoder import narrowed
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
@@ -209,7 +210,7 @@ class FeatureReweighting(nn.Module):
     def forward(self, base: Fragments) -> Tensor:
         """Compute weights (R, N), or (n_sets, N), from rows (R, feature_dim). Each row sums to one."""
         features = mean_pool(base) if self.pooled else base.values
-        logits = l2norm(features) @ self.embedding
+        logits = narrowed(l2norm(features), self.embedding) @ self.embedding
         return torch.softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
+from itm_fast.nn.image_encoder import narrowed
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.nn.region_attention import RegionAttention
 
@@ -47,6 +48,7 @@ class GroupedLinear(nn.Module):
         Shared rows take one wide product, others one batched product.
         """
         weight, bias = of_group(self.weight, only), of_group(self.bias, only)
+        rows = narrowed(rows, weight)
         if rows.dim() == 2:
             wide = F.linear(rows, weight.flatten(0, 1), bias.flatten())
             return wide.view(len(rows), *bias.shape).transpose(0, 1)

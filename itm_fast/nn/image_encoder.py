@@ -42,6 +42,11 @@ def linear_layer(feature_dim: int, embed_dim: int) -> nn.Linear:
     return layer
 
 
+def narrowed(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return `rows` in the dtype of a 16-bit `weight`, as a model has after `.half()`; other rows unchanged."""
+    return rows.to(weight.dtype) if weight.dtype in (torch.bfloat16, torch.float16) else rows
+
+
 def detach_blank_rows(embedded: Tensor, rows: Tensor) -> Tensor:
     """Return `embedded`, without gradient for rows that are exactly zero: padding and blank pictures.
 

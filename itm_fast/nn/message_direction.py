@@ -6,14 +6,14 @@ Inside also: `PaddedSide`, `Passed`, `without_bias`.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.image_encoder import linear_layer, narrowed
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.regulators import RecurrentAggregationRegulator, RecurrentCorrespondenceRegulator
 from itm_fast.ops.precision import without_autocast
@@ -147,7 +147,8 @@ class MessageDirection(nn.Module):
     def _pooled(self, queries: PaddedSide, fused: Tensor) -> Tensor:
         fused = fused.to(torch.promote_types(fused.dtype, torch.float32))
         if self.aggregation is not None:
-            return self.aggregation(_pairs(queries, fused)).view(*fused.shape[:2], fused.shape[3])
+            rows = narrowed(fused, cast(Tensor, self.aggregation.weight[0].weight))
+            return self.aggregation(_pairs(queries, rows)).to(fused.dtype).view(*fused.shape[:2], fused.shape[3])
         # Autocast would round the vectors to 16 bits, and with them the cosines.
         with without_autocast(fused.device.type):
             return (self._weights(queries, fused)[:, :, None].to(fused.dtype) @ fused).squeeze(2)
@@ -157,7 +158,8 @@ class MessageDirection(nn.Module):
         if self.pool is None:
             inside = queries.inside.to(fused.dtype).expand(fused.shape[:3])
             return inside / inside.sum(dim=2, keepdim=True)
-        return _softmax(self.pool(fused).transpose(2, 3), queries.inside[:, :, None]).mean(dim=2)
+        rows = narrowed(fused, cast(Tensor, self.pool[0].weight))
+        return _softmax(self.pool(rows).transpose(2, 3), queries.inside[:, :, None]).mean(dim=2)
 
 
 def without_bias(inputs: int, outputs: int) -> nn.Linear:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.image_encoder import linear_layer, narrowed
 from itm_fast.nn.message_direction import MessageDirection, PaddedSide, Passed, without_bias
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.regulators import RecurrentAggregationRegulator, RecurrentCorrespondenceRegulator
@@ -129,4 +129,6 @@ class MessagePassing(nn.Module):
             picture, caption = l2norm(picture), l2norm(caption)
         both = picture + caption if self.fusion == "sum" else torch.cat([picture, caption], dim=2)
         inner, activation, last = self.evaluation
-        return torch.sigmoid(wide_linear(cast(nn.Linear, last), activation(inner(both))).squeeze(2))
+        return torch.sigmoid(
+            wide_linear(cast(nn.Linear, last), activation(inner(narrowed(both, cast(Tensor, inner.weight))))).squeeze(2)
+        )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
+from itm_fast.nn.image_encoder import narrowed
 from itm_fast.nn.packing import padded_rows, rows_of_padded
 
 __all__ = ["SelfAttentionLayer"]
@@ -40,9 +41,10 @@ class SelfAttentionLayer(nn.Module):
 
     def forward(self, sets: Fragments) -> Fragments:
         """Map rows (N, d) to rows (N, d) in float32 (float64 for float64). An empty set stays empty."""
-        rows = sets.values.to(torch.promote_types(sets.dtype, torch.float32))
+        wide = torch.promote_types(sets.dtype, torch.float32)
+        rows = narrowed(sets.values.to(wide), self.query.weight)
         if rows.shape[0] == 0:
-            return sets.with_values(rows)
+            return sets.with_values(rows.to(wide))
         query, key, value = (self._heads(sets, layer(rows)) for layer in (self.query, self.key, self.value))
         # A set without rows sees one of zeros, so that no softmax is empty; its result is left out.
         seen = torch.arange(key.shape[2], device=rows.device) < sets.lengths.clamp(min=1)[:, None]
@@ -50,7 +52,7 @@ class SelfAttentionLayer(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, seen[:, None, None], dropout)
         context = rows_of_padded(sets, mixed.transpose(1, 2).flatten(2))
         attended = self.attention_norm(rows + self.dropout(self.out(context)))
-        return sets.with_values(self.norm(attended + self.dropout(self.perceptron(attended))))
+        return sets.with_values(self.norm(attended + self.dropout(self.perceptron(attended))).to(wide))
 
     def _heads(self, sets: Fragments, rows: Tensor) -> Tensor:
         """Pad rows (N, d), and split them into heads: (n_sets, heads, longest, d / heads)."""
