@@ -14,8 +14,12 @@ from itm_fast.nn.message_direction import MessageDirection, PaddedSide, Passed, 
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.regulators import RecurrentAggregationRegulator, RecurrentCorrespondenceRegulator
 from itm_fast.nn.similarity import wide_linear
+from itm_fast.reference import validation
 
 __all__ = ["MessagePassing"]
+
+HEADS = ("sigmoid", "cosine")
+FUSIONS = ("concat", "sum")
 
 
 class MessagePassing(nn.Module):
@@ -37,6 +41,9 @@ class MessagePassing(nn.Module):
         dropout: in RAR, in training.
         residual_correspondence, residual_aggregation: as in the regulators.
 
+    Raises:
+        TypeError, ValueError: `head` or `fusion` is unknown, or a setting of the regulators is out of bounds.
+
     Source: Wang et al., "CAMP: Cross-Modal Adaptive Message Passing for Text-Image Retrieval" (ICCV 2019), in the forms
     of its official code, with one gate for each row.
     """
@@ -57,6 +64,8 @@ class MessagePassing(nn.Module):
         residual_aggregation: bool = False,
     ) -> None:
         super().__init__()
+        validation.check_option("head", head, HEADS)
+        validation.check_option("fusion", fusion, FUSIONS)
         self.head, self.fusion, self.message_attention = head, fusion, message_attention
 
         def direction() -> MessageDirection:

@@ -15,6 +15,7 @@ from itm_fast import models
 from itm_fast.evaluation import word_attention
 from itm_fast.fragments import Fragments
 from itm_fast.losses import BCELoss
+from itm_fast.nn import MessagePassing
 from python_tests.helpers.runs import config, make_trainer, run, same, weights
 
 SIZES = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 6, "word_dim": 7, "alignment_dim": 5, "pooling_heads": 3}
@@ -322,3 +323,12 @@ def test_cosines_under_autocast_are_float32() -> None:
         scores = model(regions, tokens, lengths)
     assert scores.dtype == torch.float32
     assert len(scores.unique()) == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "known"), [({"head": "cos"}, "'sigmoid', 'cosine'"), ({"fusion": "add"}, "'concat', 'sum'")]
+)
+def test_unknown_options_of_the_module_are_refused(options: dict[str, str], known: str) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"^{name}: expected one of {known}, got '{value}'"):
+        MessagePassing(8, **options)
