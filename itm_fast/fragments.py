@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ __all__ = ["Fragments"]
 _INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+# A dataclass, as DistributedDataParallel looks for tensors in the fields of these, but not in other objects.
+@dataclass(init=False, repr=False, eq=False, match_args=False)
 class Fragments:
     """Concatenated vectors of `n_sets` sets: the regions of images or the words of captions.
 
@@ -40,6 +43,9 @@ class Fragments:
     """
 
     __slots__ = ("_has_rest", "_max_length", "offsets", "values")
+
+    values: Tensor
+    offsets: Tensor
 
     def __init__(self, values: Tensor, offsets: Tensor, *, check: bool = True, max_length: int | None = None) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():

@@ -37,7 +37,7 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
     Dropout masks are equal in the backward: a block that drew random numbers is recomputed as a whole. Buffers such
     as running statistics change in the forward only. Under torch.compile the call breaks the graph. Gradients reach the
     module's parameters, `images` and `captions`, and no other tensors it holds. Its mode (train, eval) must not change
-    before the backward.
+    before the backward. With FSDP2, apply `fully_shard` to a module that calls this, not to `module` itself.
 
     Args:
         module: called as `module(images, captions)` with a subset of the images and of the captions; returns their

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from itm_fast import Fragments
+from itm_fast.nn import ImageEncoder
 from python_tests.helpers.fragments import random_fragments
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
@@ -88,6 +94,21 @@ def test_is_a_pytree() -> None:
     doubled = _pytree.tree_map(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor, fragments)
     assert torch.equal(doubled.values, fragments.values * 2)
     assert len(_pytree.tree_leaves([fragments, fragments])) == 4
+
+
+def test_data_parallel_finds_the_tensors(tmp_path: Path) -> None:
+    """With `find_unused_parameters`, it takes weights for unused whose results it does not find in the output."""
+    torch.manual_seed(0)
+    plain, regions = ImageEncoder(5, 4), torch.randn(3, 6, 5)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(copy.deepcopy(plain), find_unused_parameters=True)
+        for model in (plain, parallel):
+            model(regions).values[:, 0].sum().backward()
+        for own, expected in zip(parallel.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
