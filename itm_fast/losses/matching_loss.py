@@ -22,7 +22,8 @@ class MatchingBCELoss(nn.Module):
     A pair without a negative has the first term only.
 
     The draws depend only on the number of earlier calls, which `state_dict` contains. They are the same in all
-    processes and in a resumed run.
+    processes and in a resumed run. Call the loss outside of `torch.utils.checkpoint`, which would draw other negatives
+    in the backward pass. Under torch.compile the draw breaks the graph.
 
     Args:
         halve: average the two terms instead of adding them (published).
@@ -58,7 +59,13 @@ class MatchingBCELoss(nn.Module):
         Raises:
             TypeError: an argument is not a tensor of a supported dtype.
             ValueError: a shape or device does not fit.
+            RuntimeError: gradient checkpointing computes the loss again.
         """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "MatchingBCELoss: a backward pass computes the loss again, which would draw other negatives; call it "
+                "outside of torch.utils.checkpoint"
+            )
         check_scores(scores, positives, square=True)
         logits = upcast(scores)
         n = len(logits)

@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from itm_fast import losses
 from itm_fast.training.checkpoint import load_state
@@ -78,6 +79,16 @@ def test_pairs_without_a_negative() -> None:
     every = torch.ones(3, 3, dtype=torch.bool)
     assert float(losses.MatchingBCELoss()(torch.zeros(3, 3), positives=every)) == pytest.approx(3 * math.log(2))
     assert float(losses.MatchingBCELoss()(torch.zeros(0, 0))) == 0.0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
+    """It would compute the loss again with other negatives, and the gradient would not be that of the loss."""
+    scores, loss = torch.zeros(6, 6, requires_grad=True), losses.MatchingBCELoss()
+    found = checkpoint(loss, scores, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=r"MatchingBCELoss: .* call it outside of torch\.utils\.checkpoint$"):
+        found.backward()
+    assert int(loss.calls) == 1
 
 
 def test_a_resumed_training_draws_the_same(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
