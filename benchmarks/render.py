@@ -57,7 +57,7 @@ EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"].append("rcar-scenes")
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
-EXPERIMENTS["fdf"] += ["fdf-variants", "fdf-start"]
+EXPERIMENTS["fdf"] += ["fdf-variants", "fdf-start", "fdf-heads"]
 
 
 def demo(result: dict[str, Any]) -> str:

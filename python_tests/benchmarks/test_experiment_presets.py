@@ -21,7 +21,7 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
-    "addr-claims", "addr-regions", "dbl-claims", "dbl-variants", "fdf-claims", "fdf-start", "fdf-variants",
+    "addr-claims", "addr-regions", "dbl-claims", "dbl-variants", "fdf-claims", "fdf-heads", "fdf-start", "fdf-variants",
     "rcar-ablations", "rcar-claims", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims",
     "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
@@ -29,6 +29,7 @@ COMPLETE = [
 # has a row with a lower rate. Models to start from are trained beforehand.
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
+    "fdf-heads": {"lr", "epochs"},
 }  # fmt: skip
 
 
