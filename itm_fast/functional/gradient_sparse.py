@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from itm_fast.ops import gradient_sparse
 from itm_fast.ops.gradient_sparse import COUPLINGS, Sets
+from itm_fast.ops.library import outside_graphs
 from itm_fast.ops.replay import Buffers
 from itm_fast.reference import validation
 
 __all__ = ["gradient_sparse_scores"]
 
 
-@torch.compiler.disable
+@outside_graphs
 def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, chunk_pairs: int = 512) -> Tensor:
     """Score all pairs by any module; recompute only pairs with a non-zero gradient in the backward pass.
 

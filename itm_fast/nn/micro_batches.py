@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from itm_fast.nn.regulators import check_steps
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
+from itm_fast.ops.library import outside_graphs
 from itm_fast.ops.replay import Buffers
 from itm_fast.ops.sets import Sets
 
@@ -48,7 +48,7 @@ def encode(module: nn.Module, sides: Mapping[str, tuple[Any, ...]], micro_batch:
     return _in_parts(module, sides, micro_batch)
 
 
-@torch.compiler.disable
+@outside_graphs
 def _in_parts(module: nn.Module, sides: Mapping[str, tuple[Any, ...]], micro_batch: int) -> list[Sets]:
     parameters = dict(module.named_parameters())
     return gradient_sparse_sets(

@@ -15,9 +15,10 @@ import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
 from itm_fast.files.installation import find_library, host_module, library_folder, without_libraries
 from itm_fast.version import __version__
@@ -49,6 +50,7 @@ _WITHOUT_FLOAT64_ON_CUDA = frozenset(
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])
 Constant = TypeVar("Constant", bound=Callable[..., Any])
+Excluded = TypeVar("Excluded", bound=Callable[..., Any])
 
 # Device types and the dispatch keys under which kernels are registered for them.
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
@@ -65,6 +67,22 @@ def constant_in_graphs(function: Constant) -> Constant:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def outside_graphs(function: Excluded) -> Excluded:
+    """Keep a function out of the graphs of `torch.compile`, as `torch.compiler.disable` does.
+
+    `torch.compiler.disable` imports `torch._dynamo` when it decorates, which takes two seconds. This decorator imports
+    it on the first call; creating an optimizer of torch imports it, too.
+    """
+    excluded: Any = _disable_dynamo(function)
+    # What `torch.compiler.disable` sets, so that the compiler treats and reports both in the same way.
+    excluded._torchdynamo_disable = True
+    excluded._torchdynamo_disable_msg = None
+    excluded._torchdynamo_disable_recursive = True
+    excluded._torchdynamo_orig_callable = function
+    excluded._torchdynamo_wrapper_id = id(excluded)
+    return cast(Excluded, excluded)
 
 
 def _registered() -> list[str]:

@@ -66,8 +66,15 @@ def test_libraries_of_another_version_are_named(places: tuple[Path, Path]) -> No
 
 
 def test_importing_the_package_imports_no_compiler() -> None:
-    code = "import torch, itm_fast, sys; print('itm_fast.ops.library' in sys.modules, 'torch._dynamo' in sys.modules)"
-    assert run_python(code) == "True False\n"
+    code = """
+import sys, torch, itm_fast
+print("itm_fast.ops.library" in sys.modules)
+for name in itm_fast.__all__:
+    getattr(itm_fast, name)
+from itm_fast import adapters, benchmarking, compat, distributed, report, serve
+print("itm_fast.nn.micro_batches" in sys.modules, "torch._dynamo" in sys.modules)
+"""
+    assert run_python(code) == "True\nTrue False\n"
 
 
 def test_the_version_is_printed_without_torch() -> None:
@@ -94,3 +101,34 @@ def two(): return 1
 print(vars(constant_in_graphs(one)) == vars(torch.compiler.assume_constant_result(two)) != {})
 """
     assert run_python(code) == "True\n"
+
+
+def test_functions_stay_outside_graphs_as_torch_excludes_them() -> None:
+    """Both decorators give the same graphs, results, breaks and errors, also for a call compiled directly."""
+    code = """
+import json, sys
+import torch
+from itm_fast.ops.library import outside_graphs
+def triple(x):
+    return x * 3
+chosen = outside_graphs(triple)
+imported = "torch._dynamo" in sys.modules
+import torch._dynamo.testing
+from torch._dynamo.utils import counters
+def behaviour(excluded):
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = torch._dynamo.testing.CompileCounter()
+    outer = lambda x: excluded(x + 1) - 2
+    values = torch.compile(outer, backend=graphs)(torch.ones(2)).tolist()
+    inner = torch.compile(excluded, backend=graphs)(torch.ones(2)).tolist()
+    try:
+        torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(2))
+    except torch._dynamo.exc.Unsupported as error:
+        refused = str(error).splitlines()[0]
+    breaks = len(counters["graph_break"])
+    return [values, inner, graphs.frame_count, graphs.op_count, dict(counters["frames"]), breaks, refused]
+same = behaviour(chosen) == behaviour(torch.compiler.disable(triple))
+print(json.dumps([imported, same, *behaviour(chosen)[:4]]))
+"""
+    assert json.loads(run_python(code)) == [False, True, [4.0, 4.0], [3.0, 3.0], 3, 3]
