@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import typer
 import yaml
 
 from itm_fast import losses, models
-from itm_fast.cli.app import app
+from itm_fast.cli.train import train_command
 from itm_fast.compat import SOURCES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +35,7 @@ KEYS = {"item", "what", "where", "test", "note", "missing"}
 
 @functools.cache
 def _options() -> set[str]:
-    train: Any = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
-    return {name for parameter in train.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return {name for parameter in train_command().params for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
 @functools.cache

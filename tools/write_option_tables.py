@@ -26,7 +26,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 def commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield every command of a group with its full name, including commands of nested groups."""
-    for name, command in group.commands.items():
+    context = typer.Context(group)
+    for listed in group.list_commands(context):
+        name, command, _ = group.resolve_command(context, [listed])
         if hasattr(command, "commands"):
             yield from commands(command, f"{prefix} {name}")
         else:

@@ -1,7 +1,8 @@
 """Assemble the commands, and report all user errors in one way.
 
 Every user error becomes one line `itm-fast: error: …` on stderr. The exit status is 2 for errors of the command line
-itself and 1 otherwise. Modules with long import times are imported inside the commands.
+itself and 1 otherwise. Modules with long import times are imported inside the commands, so that `--help` is fast. The
+module of `train` needs torch for its options: it is imported when `train` is called.
 """
 
 from __future__ import annotations
@@ -31,29 +32,42 @@ from itm_fast.cli.score import score
 from itm_fast.cli.search import search
 from itm_fast.cli.serve import serve
 from itm_fast.cli.speech import speech
-from itm_fast.cli.train import TrainCommand, train
-from itm_fast.distributed.launch import launched
-from itm_fast.distributed.world import joined_before
 from itm_fast.files.messages import printable, shortened, shown
 from itm_fast.version import __version__
 
 __all__ = ["app", "main", "run"]
 
 
+class _Root(Group):
+    """The group of all commands. It makes `train` when that is called: `_train` only stands for it in the help."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name == "train":
+            from itm_fast.cli.train import train_command
+
+            command = train_command()
+        return name, command, rest
+
+
+def _train() -> None:
+    """Train a model on region features or pictures and write the best one to --out."""
+
+
 app = typer.Typer(
     name="itm-fast",
-    cls=Group,
+    cls=_Root,
     no_args_is_help=True,
     help="Train, evaluate and benchmark image-text matching models.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: Any = (
-    demo, train, recipes, models, evaluate, score, search, serve, explain, speech, features, curves,
+    demo, _train, recipes, models, evaluate, score, search, serve, explain, speech, features, curves,
     realign, convert, bench,
 )  # fmt: skip
 for command in _COMMANDS:
-    app.command(cls=TrainCommand if command is train else Command)(command)
+    app.command("train" if command is _train else None, cls=Command)(command)
 data.app.command("import", cls=Command)(data_import.import_command)
 app.add_typer(data.app, name="data")
 app.add_typer(index.app, name="index")
@@ -80,6 +94,10 @@ def _root(
     ] = False,
 ) -> None:
     """Train, evaluate and benchmark image-text matching models."""
+    if "WORLD_SIZE" not in os.environ:
+        return
+    from itm_fast.distributed import launched
+
     size, command = launched().size, context.invoked_subcommand
     if size > 1 and command is not None and command not in _SHARED:
         raise ValueError(f"{command}: runs in one process, got {size}; several can {' or '.join(_SHARED)}")
@@ -151,8 +169,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _print_error(message: str) -> None:
     # Until the processes have met, all processes on a machine fail in the same way; the first reports it.
-    if os.environ.get("LOCAL_RANK", "0") != "0" and not joined_before():
-        return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        from itm_fast.distributed.world import joined_before
+
+        if not joined_before():
+            return
     typer.echo(f"itm-fast: error: {_one_line(message)}", err=True)
 
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from itm_fast.cli.train import REPORTED
-
 if TYPE_CHECKING:
     from itm_fast.data import Vocabulary
 
@@ -164,6 +162,7 @@ def import_command(
     """
     from tqdm import tqdm
 
+    from itm_fast.cli.train import REPORTED
     from itm_fast.data.import_pictures import import_features, import_pictures, import_regions
     from itm_fast.data.pack import check_target
     from itm_fast.data.picture_folder import collect

@@ -202,6 +202,13 @@ def train(
         typer.echo(f"report: {page}")
 
 
+def train_command() -> Any:
+    """Return the command `train` with all its options."""
+    made = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    made.command(cls=TrainCommand)(train)
+    return typer.main.get_command(made)
+
+
 def _named_options(option: str, texts: list[str]) -> dict[str, Any]:
     options = {}
     for text in texts:

@@ -8,17 +8,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import typer
 import yaml
 
 import itm_fast.functional as F_itm
 from itm_fast import __version__, cli, models
 from itm_fast.cli import demo as demo_command
 from itm_fast.cli.options import default_text
-from itm_fast.cli.train import COMMON
+from itm_fast.cli.train import COMMON, train_command
 from itm_fast.config import fields_of
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.evaluation import scoring
@@ -56,6 +58,11 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     text = plain(capsys.readouterr().out)
     for command in ("demo", "train", "evaluate", "bench", "data"):
         assert re.search(rf"^\W*{command}\s+[A-Z]", text, re.MULTILINE), command
+
+
+def test_the_list_of_commands_describes_train_as_its_own_help() -> None:
+    listed: Any = typer.main.get_command(cli.app)
+    assert listed.commands["train"].help == train_command().help.split("\n\n")[0]
 
 
 def helped(capsys: pytest.CaptureFixture[str], *command: str) -> str:

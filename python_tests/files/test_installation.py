@@ -85,6 +85,13 @@ def test_the_version_is_printed_without_torch() -> None:
     assert (done.returncode, done.stdout) == (0, f"itm-fast {itm_fast.__version__}\n")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["search", "--help"], ["data", "import", "--help"]], ids=" ".join)
+def test_help_is_printed_without_torch(arguments: list[str]) -> None:
+    code = f"import sys; from itm_fast.cli import run; status = run({arguments!r})"
+    code += "; print(status, {'torch', 'numpy', 'tqdm', 'PIL'} & sys.modules.keys())"
+    assert run_python(code).endswith("\n0 set()\n")
+
+
 def test_submodules_are_there_after_import_itm_fast() -> None:
     code = "import itm_fast; print(itm_fast.models.names()[0], itm_fast.losses.names()[0], 'training' in dir(itm_fast))"
     assert run_python(code) == "bfan bce True\n"
