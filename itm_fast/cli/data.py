@@ -54,7 +54,9 @@ def emoji_command(
     for split in emoji.SPLITS:
         n_images, n_captions = len(emoji.image_ids(split)), len(emoji.captions(split))
         typer.echo(f"{split}: {n_images:,} pictures, {n_captions:,} captions")
-    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN")
+    # The features are pixels, which need the patch encoder. The guide's first training has the same options.
+    options = "--epochs 2 --lr 1e-3 --model-option image_encoder=patches --model-option embed_dim=128"
+    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --out runs/first {options}")
 
 
 @app.command("pack", cls=Command)

@@ -54,7 +54,7 @@ class ImageEncoderConfig:
         "linear",
         help="Image encoder: a linear layer on region features (linear); with a perceptron and batch normalisation on "
         "the features (residual) or on the projected features (projected_residual) added, or after it (mlp); a "
-        "small convolutional network over raw patches; or a vision model (backbone).",
+        "small convolutional network over patches of pixels (patches); or a vision model (backbone).",
         choices=(*_IMAGE_ENCODERS, "backbone"),
     )
     image_norms: int = setting(

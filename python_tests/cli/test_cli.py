@@ -140,6 +140,8 @@ def test_models_lists_the_models_and_the_settings_of_one(
             assert re.search(rf"^{setting} +{default} +{re.escape(field.metadata['help'])}", text, re.MULTILINE), (
                 setting
             )
+    encoder = fields_of(models.config_class("scan"))["image_encoder"].metadata
+    assert all(f"({choice})" in encoder["help"] for choice in encoder["choices"])
     assert error(capsys, "models", "scam") == (1, "unknown model 'scam': did you mean 'scan'?")
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 from itm_fast.cli import run
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji, load_vocabulary, tokenize
 from python_tests.helpers.precomputed import features_of
+from python_tests.helpers.processes import ROOT
 
 FILES = Path(emoji.__file__).parent / "emoji_files"
 INDEX = json.loads((FILES / "index.json").read_text(encoding="utf-8"))
@@ -321,6 +322,9 @@ def test_the_command_writes_the_data_and_fails_with_one_line(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "train: 2,821 pictures, 14,105 captions\n" in output
     assert "test: 500 pictures, 2,500 captions\n" in output
+    guide = (ROOT / "docs" / "start.md").read_text(encoding="utf-8").replace(" \\\n  ", " ")
+    command = output.splitlines()[-1].removeprefix("train on them with: ")
+    assert command.replace(str(tmp_path), "data") in guide.splitlines()
     assert len(PrecomputedDataset(tmp_path / "emoji", "dev", load_vocabulary(tmp_path / "emoji"))) == 1500
     (tmp_path / "emoji" / "vocab.json").write_text("{}", encoding="utf-8")
     assert run(["data", "emoji", "--out", str(tmp_path / "emoji")]) == 1
