@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from itm_fast import evaluation, models
-from itm_fast.data import PrecomputedDataset
+from itm_fast.data import open_split
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model = models.load(options.checkpoint)
-    test = PrecomputedDataset(options.data, "test", model.tokenizer)
+    test = open_split(options.data, "test", model.tokenizer)
     print(evaluation.recall_table({"test": evaluation.evaluate(model, test)}))
 
     # The best five images for the caption, without a score matrix of the whole split.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from itm_fast import evaluation, models
-from itm_fast.data import PrecomputedDataset, emoji
+from itm_fast.data import emoji, open_split
 from itm_fast.training import TrainConfig, train
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     print(f"best sum of recalls on dev: {result.best['rsum']:.1f} after {result.best_step} steps")
 
     model = models.load(options.out)
-    test = PrecomputedDataset(data, "test", model.tokenizer)
+    test = open_split(data, "test", model.tokenizer)
     print(evaluation.recall_table({"test": evaluation.evaluate(model, test)}))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from itm_fast.data import layout
+from itm_fast.data import layout, store_format
 from itm_fast.data.boxes import read_boxes
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.digests import sampled_sha256, sha256_of_parts
@@ -45,8 +45,8 @@ class PrecomputedDataset(CaptionDataset):
         repeated: how often the file stores each image: once or five times.
 
     Raises:
-        ValueError: a file is missing or damaged, or the files do not fit each other. The message names file and line or
-            row.
+        ValueError: a file is missing or damaged, or the files do not fit each other; the message names file and line or
+            row. Or the folder is a feature store, which `open_split` opens.
     """
 
     def __init__(
@@ -59,6 +59,10 @@ class PrecomputedDataset(CaptionDataset):
     ) -> None:
         if max_images is not None and max_images < 1:
             raise ValueError(f"max_images: expected at least 1, got {max_images}")
+        if store_format.is_store(directory):
+            raise ValueError(
+                f"{directory}: is a feature store, expected a data folder; itm_fast.data.open_split opens either"
+            )
         layout.check_split(directory, split)
         self.directory, self.split = Path(directory), split
         self.features_path = layout.split_path(directory, split, "ims.npy")

@@ -536,3 +536,6 @@ def test_bad_manifests_are_refused(data: Path, tmp_path: Path) -> None:
     (store / "store.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"no split 'test' \(splits in this feature store: dev, train\)"):
         open_split(store, "test", VOCABULARY)
+    message = f"{store}: is a feature store, expected a data folder; itm_fast.data.open_split opens either"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        PrecomputedDataset(store, "train", VOCABULARY)
