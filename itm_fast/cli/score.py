@@ -123,7 +123,8 @@ def score(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Second matrix of the same images and captions: print differences with intervals and p-values.",
+            help="Second matrix of the same images and captions: print the measures of the first minus those of the "
+            "second, with intervals and p-values.",
             rich_help_panel=_TESTS,
         ),
     ] = None,

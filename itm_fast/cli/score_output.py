@@ -44,7 +44,7 @@ def report_protocol(
     if other is not None:
         path, second = other
         compared = compare(result.measures, second.measures, samples=bootstrap, permutations=permutations, seed=seed)
-        header = ("measure", "scores", "against", "difference", *["95 % interval"] * bool(bootstrap), "p")
+        header = ("measure", "scores", "against", "scores minus against", *["95 % interval"] * bool(bootstrap), "p")
         tables.append(measure_table(header, _rows(compared, intervals=bool(bootstrap))))
         content["against"] = {
             "scores": path,

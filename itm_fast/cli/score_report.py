@@ -93,7 +93,7 @@ def _table(name: str, measures: Mapping[str, Any]) -> MeasureTable:
     header = ["measure", "value"] + ["95 % interval"] * bool(ends)
     compared = against["differences"] if against else {}
     resampled = any("interval" in one for one in compared.values())
-    header += ["against", "difference", *["95 % interval"] * resampled, "p"] if against else []
+    header += ["against", "value minus against", *["95 % interval"] * resampled, "p"] if against else []
     rows = []
     for key, value in measures.items():
         if not isinstance(value, float):

@@ -28,7 +28,7 @@ class Comparison:
     Attributes:
         first: value of the first matrix.
         second: value of the second matrix.
-        lowest: lower end of the 95 % bootstrap interval of `second - first`; NaN without resamples.
+        lowest: lower end of the 95 % bootstrap interval of `difference`; NaN without resamples.
         highest: its upper end.
         p: two-sided p-value of a paired permutation test: the probability of a difference at least as large if the
             results of each image are exchanged between the matrices at random.
@@ -42,7 +42,8 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        return self.second - self.first
+        """`first - second`: above 0 if the first matrix has the higher value."""
+        return self.first - self.second
 
 
 def intervals(measures: Measures, *, samples: int = 1000, seed: int = 0) -> dict[str, tuple[float, float]]:
@@ -80,7 +81,7 @@ def compare(
     """
     ends = np.full((2, len(first.names)), np.nan)
     if samples:
-        drawn = np.array([second.values(w) - first.values(w) for w in _resamples(first, samples, seed)])
+        drawn = np.array([first.values(w) - second.values(w) for w in _resamples(first, samples, seed)])
         ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     by_image = first.differences(second)
     observed = np.abs(by_image.sum(1))

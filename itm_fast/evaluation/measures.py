@@ -76,7 +76,7 @@ class Measures:
         return np.array([*found.values(), *(sum(found[part] for part in parts) for parts in self._totals.values())])
 
     def differences(self, other: Measures) -> Floats:
-        """Return what each image adds to the differences `other - self` of all measures, `(len(names), n_images)`.
+        """Return what each image adds to the differences `self - other` of all measures, `(len(names), n_images)`.
 
         Args:
             other: the same measures of other scores of the same pairs.
@@ -85,7 +85,7 @@ class Measures:
         for name, sums, counts in self._parts():
             found[name] = np.zeros(self.n_images)
             for fold in self.folds:
-                found[name][fold] = (other._sums[name][fold] - sums[fold]) / (counts[fold].sum() * len(self.folds))
+                found[name][fold] = (sums[fold] - other._sums[name][fold]) / (counts[fold].sum() * len(self.folds))
         totals = [sum(found[part] for part in parts) for parts in self._totals.values()]
         return np.array([*found.values(), *totals])
 

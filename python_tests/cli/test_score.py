@@ -82,9 +82,10 @@ def test_two_matrices(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert against.pop("scores") == str(tmp_path / "other.npz")
     assert against == pytest.approx(expected[1], rel=1e-12)
     for name, one in differences.items():
-        assert one["difference"] == pytest.approx(expected[1][name] - expected[0][name], abs=1e-9)
+        assert one["difference"] == pytest.approx(expected[0][name] - expected[1][name], abs=1e-9)
         assert one["interval"][0] <= one["difference"] <= one["interval"][1]
         assert 1 / 31 <= one["p"] <= 1
+    assert "  scores minus against  " in printed.out
     (row,) = (line.split() for line in printed.out.splitlines() if line.startswith("rsum"))
     assert row[1:4] == [
         f"{expected[0]['rsum']:.2f}", f"{expected[1]['rsum']:.2f}", f"{differences['rsum']['difference']:+.2f}",
@@ -163,6 +164,7 @@ def test_two_matrices_without_resamples_have_no_intervals(
     assert {tuple(one) for one in differences.values()} == {("difference", "p")}
     page = tmp_path / "page.html"
     assert f"{differences['rsum']['difference']:+.2f}" in page.read_text()
+    assert "value minus against" in page.read_text()
     for text in (capsys.readouterr().out, page.read_text()):
         assert "95 % interval" not in text
 

@@ -200,7 +200,7 @@ def test_a_comparison_is_that_of_plain_loops() -> None:
     for _ in range(40):
         images = random.integers(0, 12, 12).tolist()
         ones, others = resampled(first, images), resampled(second, images)
-        drawn.append({name: others[name] - ones[name] for name in ones})
+        drawn.append({name: ones[name] - others[name] for name in ones})
     everything = list(range(12))
     ones, others = resampled(first, everything), resampled(second, everything)
     by_image = [(resampled(first, [image]), resampled(second, [image])) for image in everything]
@@ -208,11 +208,11 @@ def test_a_comparison_is_that_of_plain_loops() -> None:
     signs = [random.choice(np.array([-1.0, 1.0]), 12) for _ in range(50)]
     for name, one in found.items():
         assert (one.first, one.second) == pytest.approx((ones[name], others[name]))
-        assert one.difference == pytest.approx(others[name] - ones[name])
+        assert one.difference == pytest.approx(ones[name] - others[name])
         values = np.quantile([sample[name] for sample in drawn], [0.025, 0.975])
         assert (one.lowest, one.highest) == pytest.approx(tuple(values)), name
         exchanged = [
-            abs(sum(sign * (b[name] - a[name]) for sign, (a, b) in zip(flips, by_image, strict=True)) / 12)
+            abs(sum(sign * (a[name] - b[name]) for sign, (a, b) in zip(flips, by_image, strict=True)) / 12)
             for flips in signs
         ]
         larger = sum(value >= abs(one.difference) - 1e-9 for value in exchanged)
