@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from itm_fast.evaluation.array_likes import ArrayLike, as_integers, as_tensor
 from itm_fast.evaluation.protocols import evaluate_scores
 from itm_fast.evaluation.ranking import rank_folds, summarize
 from itm_fast.evaluation.score_sources import SIMILARITIES, EmbeddingScores
@@ -58,9 +59,9 @@ class RetrievalRecall:
         self._owners: list[Tensor] = []
 
     def update(
-        self, images: Tensor, captions: Tensor, image_ids: Tensor, caption_image_ids: Tensor | None = None
+        self, images: ArrayLike, captions: ArrayLike, image_ids: ArrayLike, caption_image_ids: ArrayLike | None = None
     ) -> None:
-        """Add the embeddings of a batch.
+        """Add the embeddings of a batch: tensors, arrays or lists.
 
         Args:
             images: `(n, d)`. An image may occur again, once per caption; its first embedding counts.
@@ -69,9 +70,13 @@ class RetrievalRecall:
             caption_image_ids: number of the image of each caption, `(m,)`; None: that of `image_ids`, pair by pair.
 
         Raises:
+            TypeError: embeddings are not numbers, or numbers of images not integers.
             ValueError: shapes do not fit.
         """
-        owners = image_ids if caption_image_ids is None else caption_image_ids
+        images, captions = as_tensor("images", images), as_tensor("captions", captions)
+        image_ids = owners = as_integers("image_ids", image_ids)
+        if caption_image_ids is not None:
+            owners = as_integers("caption_image_ids", caption_image_ids)
         for name, tensor, rows in (("image_ids", image_ids, len(images)), ("caption_image_ids", owners, len(captions))):
             if tensor.shape != (rows,):
                 raise ValueError(f"{name}: expected shape ({rows},), got {tuple(tensor.shape)}")
@@ -110,7 +115,7 @@ class RetrievalRecall:
         return summarize(rank_folds(source, torch.tensor(owners), ties=self._ties))
 
     def __call__(
-        self, images: Tensor, captions: Tensor, image_ids: Tensor, caption_image_ids: Tensor | None = None
+        self, images: ArrayLike, captions: ArrayLike, image_ids: ArrayLike, caption_image_ids: ArrayLike | None = None
     ) -> dict[str, float]:
         """Add a batch, and return the recalls of this batch alone.
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-from torch import Tensor
 
+from itm_fast.evaluation.array_likes import ArrayLike, as_integers
 from itm_fast.evaluation.measures import Measures, recall_measures
 from itm_fast.evaluation.ranking import Ranking, rank_folds, summarize
 from itm_fast.evaluation.score_sources import ScoreSource
@@ -39,7 +39,7 @@ class Scored:
 def score_protocol(
     name: str,
     source: ScoreSource,
-    caption_image: Tensor,
+    caption_image: ArrayLike,
     *,
     folds: int | None = None,
     first_images: int | None = None,
@@ -53,7 +53,7 @@ def score_protocol(
     Args:
         name: one of the protocols without `truth` in `PROTOCOLS`.
         source: the scores.
-        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        caption_image: index of the image of each caption, integers `(n_captions,)`: a tensor, an array or a list.
         folds: number of folds in place of the protocol's.
         first_images: use only that many images; None: all.
         ties: as in `itm_fast.functional.retrieval_ranks`.
@@ -62,14 +62,16 @@ def score_protocol(
         progress: show a progress bar if stderr is a terminal.
 
     Raises:
+        TypeError: `caption_image` does not hold integers.
         ValueError: as in `rank_folds`, the protocol has other folds or its own positives, or `ties` is unknown.
     """
     n_folds = folds_of(name, folds)
     if PROTOCOLS[name].truth:
         raise ValueError(f"protocol {name}: its positives are in files; use evaluation.score_truth.score_truth")
+    owners = as_integers("caption_image", caption_image)
     rankings = rank_folds(
         source,
-        caption_image,
+        owners,
         folds=n_folds,
         first_images=first_images,
         ties=ties,
@@ -79,4 +81,4 @@ def score_protocol(
         description=name,
     )
     ranks = [fold.fold_ranks for fold in rankings]
-    return Scored(name, summarize(rankings), recall_measures(ranks, caption_image, source.n_images), rankings)
+    return Scored(name, summarize(rankings), recall_measures(ranks, owners, source.n_images), rankings)

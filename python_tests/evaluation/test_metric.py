@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -66,6 +67,13 @@ def test_a_batch_may_reuse_the_memory_of_the_one_before() -> None:
     assert found.compute() == pytest.approx(expected("cosine", IMAGES, CAPTIONS, OWNERS), rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor.numpy, torch.Tensor.tolist])
+def test_arrays_and_lists_are_accepted(kind: Callable[[torch.Tensor], object]) -> None:
+    found = RetrievalRecall()
+    found.update(*map(kind, (IMAGES, CAPTIONS, NUMBERS, NUMBERS[OWNERS])))
+    assert found.compute() == pytest.approx(expected("cosine", IMAGES, CAPTIONS, OWNERS), rel=1e-12)
+
+
 def test_ties() -> None:
     same = torch.ones(6, 3)
     for ties, recall in (("pessimistic", 0.0), ("optimistic", 100.0)):
@@ -86,6 +94,13 @@ def test_what_is_refused() -> None:
         found.update(IMAGES, CAPTIONS, NUMBERS[:3], NUMBERS[OWNERS])
     with pytest.raises(ValueError, match=r"^caption_image_ids: expected shape \(27,\), got \(9,\)$"):
         found.update(IMAGES, CAPTIONS, NUMBERS)
+    for ids in (NUMBERS / 2, ["a"] * 9):
+        with pytest.raises(
+            TypeError, match=r"^image_ids: expected (integers|a tensor, an array or a list of numbers), got"
+        ):
+            found.update(IMAGES, CAPTIONS, ids, NUMBERS[OWNERS])
+    with pytest.raises(TypeError, match=r"^images: expected a tensor, an array or a list of numbers, got "):
+        found.update([[1.0], [1.0, 2.0]], CAPTIONS, NUMBERS[:2])
     with pytest.raises(ValueError, match=r"^captions: expected shape \(n, 4\), got \(27, 3\)$"):
         found.update(IMAGES, CAPTIONS[:, :3], NUMBERS, NUMBERS[OWNERS])
     found.update(IMAGES[:1], CAPTIONS[:1], NUMBERS[:1], NUMBERS[1:2])

@@ -111,6 +111,16 @@ def test_owners_that_do_not_fit_the_scores(owners: torch.Tensor, message: str) -
             score_protocol("full", MatrixScores(table()), owners, **chosen)
 
 
+def test_owners_may_be_an_array_or_a_list() -> None:
+    found = score_protocol("full", MatrixScores(table()), OWNERS)
+    for owners in (OWNERS.tolist(), OWNERS.numpy().astype(np.uint16)):
+        one = score_protocol("full", MatrixScores(table()), owners)
+        assert one.summary == found.summary
+        assert np.array_equal(one.measures.values(), found.measures.values())
+    with pytest.raises(TypeError, match=r"^caption_image: expected integers, got torch.float64$"):
+        score_protocol("full", MatrixScores(table()), OWNERS.numpy() / 5)
+
+
 # Intervals and tests
 
 
