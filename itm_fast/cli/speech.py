@@ -39,7 +39,8 @@ def speech(
 
     Each caption is paired with its own image and with another one. The figure shows the mean weight of RAR's
     aggregation in both, and the Wasserstein distance between the cosines of words and what they attend to in both. The
-    model must have attention from words to regions.
+    model must have attention from words to regions. Parts of speech come from --tags FILE, or from NLTK's tagger if its
+    data are installed.
     """
     import json
 

@@ -63,7 +63,7 @@ def nltk_speech_tags(dataset: CaptionDataset, captions: Sequence[int]) -> list[l
     except LookupError:
         raise ValueError(
             "tagger: nltk has no data; install them once (python -m nltk.downloader averaged_perceptron_tagger_eng), "
-            "or give the tags in a file"
+            "or give the tags in a file (--tags FILE)"
         ) from None
     return [[_part(tag) for _, tag in caption] for caption in tagged]
 
