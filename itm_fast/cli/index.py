@@ -187,6 +187,14 @@ def add_command(
     data: Data = None,
     split: Split = "test",
     pictures: Pictures = None,
+    new_only: Annotated[
+        bool,
+        typer.Option(
+            "--new-only",
+            help="Skip files of --pictures that the index has already, by their path below the folder. A file with "
+            "other content is skipped, too.",
+        ),
+    ] = False,
     checkpoint: Checkpoints = None,
     encoder: Annotated[
         Path | None,
@@ -198,11 +206,20 @@ def add_command(
     """Encode more images and captions, and add them to an index: all, or none if there is an error."""
     from itm_fast.files.processors import set_threads
     from itm_fast.search import Index
+    from itm_fast.search.sources import new_pictures
 
+    if new_only and pictures is None:
+        raise ValueError("--new-only: expected only with --pictures")
     set_threads(threads)
     opened = Index.open(index, checkpoint)
     source = source_of(opened.members, checkpoint or [index], data, split, pictures)
-    opened.add(source, encoder=encoder, thumbnails=thumbnails, progress=True)
+    if new_only:
+        new, known = new_pictures(source, opened.snapshot.sides["images"].ids)
+        if new:
+            opened.add(list(new.values()), ids=list(new), encoder=encoder, thumbnails=thumbnails, progress=True)
+        typer.echo(f"{len(new):,} added, {known:,} skipped, which the index has already")
+    else:
+        opened.add(source, encoder=encoder, thumbnails=thumbnails, progress=True)
     _print_sizes(opened)
 
 

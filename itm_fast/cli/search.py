@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -81,6 +82,7 @@ def search(
     A picture finds captions, or with --of images those that look like it.
     """
     from itm_fast.files import atomic
+    from itm_fast.files.messages import shown
     from itm_fast.files.processors import device_of, set_threads
     from itm_fast.report import SearchPage, write_search
     from itm_fast.search import Index
@@ -128,6 +130,9 @@ def search(
             )
 
     for results in answers():
+        if results.unknown and not as_json:
+            words = ", ".join(results.unknown)
+            warnings.warn(f"query {shown(results.query)}: the model does not know {words}", stacklevel=2)
         if as_json:
             typer.echo(json.dumps(attrs.asdict(results, filter=_is_told)))
         elif html is None or len(values) == 1:
@@ -170,7 +175,12 @@ def _print(results: Results) -> None:
 
     # Folded, because ids that are cut off look the same and cannot be used for --like.
     services = any(hit.service for hit in results.hits)
-    long = (Column(name, overflow="fold") for name in ("id", "caption", *["service"] * services))
+    # An image without captions shows the path of its picture.
+    kinds = {
+        "caption" if hit.item.captions else "picture" for hit in results.hits if hit.item.captions or hit.item.picture
+    }
+    head = " or ".join(sorted(kinds)) or "caption"
+    long = (Column(name, overflow="fold") for name in ("id", head, *["service"] * services))
     table = Table("", "score", *long, title=escape(printable(shortened(results.query))), title_justify="left")
     for hit in results.hits:
         caption = hit.item.captions[0] if hit.item.captions else hit.item.picture

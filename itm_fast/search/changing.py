@@ -128,7 +128,8 @@ def _fill(
             side = batch.items[0].side
             for item in batch.items:
                 if item.id in taken[side]:
-                    raise ValueError(f"ids: {shown(item.id)} is in the index already; delete it first")
+                    advice = ", or skip it with --new-only" if isinstance(source, str | os.PathLike) else ""
+                    raise ValueError(f"ids: {shown(item.id)} is in the index already; delete it first{advice}")
             if batch.features is None:
                 encodings = members.encode_captions([item.captions[0] for item in batch.items])
             else:

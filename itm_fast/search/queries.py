@@ -1,6 +1,6 @@
 """Check and encode queries: texts, pictures, features, or items of the index.
 
-Inside: `Queries`, `of_any`, `of_texts`, `of_features`.
+Inside: `Queries`, `of_any`, `of_texts`, `of_features`, `unknown_words`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from itm_fast.search.members import Encodings, Members
 from itm_fast.search.pictures import Picture, features_of
 from itm_fast.search.snapshot import Snapshot
 
-__all__ = ["MAX_CHARACTERS", "Queries", "check_characters", "check_text", "of_any", "of_features", "of_texts"]
+__all__ = [
+    "MAX_CHARACTERS",
+    "Queries",
+    "check_characters",
+    "check_text",
+    "of_any",
+    "of_features",
+    "of_texts",
+    "unknown_words",
+]
 
 MAX_CHARACTERS = 2000
 
@@ -91,6 +100,12 @@ def check_text(members: Members, text: object) -> str:
         if longest is not None and len(tokens) > longest:
             raise ValueError(f"query: the model reads at most {longest} tokens, got {len(tokens)}: {shown(text)}")
     return text
+
+
+def unknown_words(members: Members, text: str) -> tuple[str, ...]:
+    """Return the words of a checked query that the first model does not know, each once."""
+    vocabulary = members.main.tokenizer
+    return () if vocabulary is None else tuple(dict.fromkeys(vocabulary.unknown(text)))
 
 
 def _check_some(queries: Sized) -> None:

@@ -123,15 +123,18 @@ class Shards:
                 bodies.append(body)
                 places.append(address if len(self._addresses) > 1 else "")
         hits, scored = [], 0
+        unknown: tuple[str, ...] = ()
         for address, place, one in zip(asked, places, self._all(asked, bodies), strict=True):
             try:
                 hits += [(float(hit["score"]), _item(hit), place) for hit in one["hits"]]
                 scored += int(one["scored"])
+                # All services have the same model.
+                unknown = tuple(map(str, one.get("unknown", ())))
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{address.partition('?')[0]}: {_STRANGE}") from None
         best = sorted(hits, key=lambda hit: -hit[0])[:k]
         ranked = tuple(Hit(rank, *hit) for rank, hit in enumerate(best, 1))
-        return Results(text if text is not None else str(picture), ranked, scored)
+        return Results(text if text is not None else str(picture), ranked, scored, unknown)
 
     def _all(self, asked: Sequence[str], bodies: Sequence[bytes | None]) -> Iterator[dict[str, Any]]:
         with ThreadPoolExecutor(max(len(asked), 1)) as pool:

@@ -54,8 +54,10 @@ class Results:
         query: the text, or the name of the picture or the item.
         hits: at most k results.
         scored: the number of items that the model scored: the candidates of the first stage, or all items.
+        unknown: the words of the text that the vocabulary of the first model lacks; empty for other queries.
     """
 
     query: str
     hits: tuple[Hit, ...]
     scored: int
+    unknown: tuple[str, ...] = ()

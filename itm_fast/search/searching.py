@@ -11,7 +11,7 @@ from torch import Tensor
 from itm_fast.evaluation.ordering import best_first
 from itm_fast.fragments import Fragments
 from itm_fast.search.members import Members
-from itm_fast.search.queries import Queries
+from itm_fast.search.queries import Queries, unknown_words
 from itm_fast.search.results import Hit, Results
 from itm_fast.search.snapshot import Side, Snapshot
 
@@ -65,8 +65,9 @@ def search(
             scores = members.scores(query, queries.side, own.encodings(positions), side)
             order = best_first(scores)[0, : k + 1]
             ranked.append((scores[0, order], positions[order]))
+    is_text = queries.side == "captions"
     return [
-        Results(name, _hits(own, *found, k, position), scored)
+        Results(name, _hits(own, *found, k, position), scored, unknown_words(members, name) if is_text else ())
         for name, found, position in zip(queries.names, ranked, like, strict=True)
     ]
 

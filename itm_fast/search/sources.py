@@ -1,12 +1,12 @@
 """Read what an index is built from: a data set, features, or pictures, as batches of named items.
 
-Inside: `Batch`, `batches_of`, `Source`.
+Inside: `Batch`, `batches_of`, `new_pictures`, `Source`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -21,7 +21,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.search.pictures import Picture, features_of, picture_in, thumbnail
 from itm_fast.search.results import Item
 
-__all__ = ["Batch", "Source", "batches_of", "picture_paths", "size_of"]
+__all__ = ["Batch", "Source", "batches_of", "new_pictures", "picture_paths", "size_of"]
 
 Source = CaptionDataset | Tensor | np.ndarray | Fragments | Sequence[Picture] | str | os.PathLike[str]
 
@@ -50,6 +50,20 @@ def picture_paths(folder: str | os.PathLike[str]) -> list[Path]:
     if not found:
         raise ValueError(f"{folder}: contains no pictures that Pillow reads")
     return found
+
+
+def new_pictures(folder: str | os.PathLike[str], known: Container[str]) -> tuple[dict[str, Path], int]:
+    """Return the pictures in a folder whose ids are not `known`, by id, and the number of the others.
+
+    The id of a picture is its path below the folder. Raises as `picture_paths`.
+    """
+    paths = picture_paths(folder)
+    new = {name: path for name, path in zip(_ids_of(paths, folder), paths, strict=True) if name not in known}
+    return new, len(paths) - len(new)
+
+
+def _ids_of(paths: Sequence[Path], folder: str | os.PathLike[str]) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def size_of(source: Source) -> int:
@@ -87,8 +101,9 @@ def batches_of(
     own: list[str] | None = None
     pictures_given: list[Picture] = []
     if isinstance(source, str | os.PathLike):
-        pictures_given = list(picture_paths(source))
-        own = [Path(str(path)).relative_to(source).as_posix() for path in pictures_given]
+        paths = picture_paths(source)
+        pictures_given = list(paths)
+        own = _ids_of(paths, source)
     elif not isinstance(source, Tensor | np.ndarray | Fragments):
         pictures_given = list(source)
     count = len(pictures_given) if own is not None else size_of(source)

@@ -1,6 +1,6 @@
 """Turn results and explanations into JSON.
 
-Inside: `facts`, `found`, `explained`, `unknown_words`.
+Inside: `facts`, `found`, `explained`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from itm_fast.search import Index, Item, Results
 from itm_fast.search.encoders import is_encoder_kind, is_loadable
 from itm_fast.search.pictures import grid_of
 from itm_fast.serve.limits import Limits
-from itm_fast.serve.queue import Query
 from itm_fast.version import __version__
 
-__all__ = ["explained", "facts", "found", "unknown_words"]
+__all__ = ["explained", "facts", "found"]
 
 _DIGITS = 5
 # Items that the page shows before the first query.
@@ -48,11 +47,11 @@ def facts(index: Index, limits: Limits) -> dict[str, Any]:
     }
 
 
-def found(index: Index, results: Results, unknown: list[str]) -> dict[str, Any]:
-    """Return the results of a query, some words of which may be `unknown`."""
+def found(index: Index, results: Results) -> dict[str, Any]:
+    """Return the results of a query."""
     return {
         "query": _text(results.query),
-        "unknown": unknown,
+        "unknown": [_text(word) for word in results.unknown],
         "scored": results.scored,
         "generation": index.manifest.generation,
         "revision": index.snapshot.revision,
@@ -60,14 +59,6 @@ def found(index: Index, results: Results, unknown: list[str]) -> dict[str, Any]:
             {"rank": hit.rank, "score": round(hit.score, _DIGITS), **_item(index, hit.item)} for hit in results.hits
         ],
     }
-
-
-def unknown_words(index: Index, query: Query) -> list[str]:
-    """Return the words of a query that the first model does not know."""
-    vocabulary = index.members.main.tokenizer
-    if vocabulary is None or query.kind != "texts":
-        return []
-    return list(dict.fromkeys(map(_text, vocabulary.unknown(query.value))))
 
 
 def _item(index: Index, item: Item) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Service:
         index = self.served.index
         self._check(index, query)
         results = await self._queue.search(index, query)
-        return answers.found(index, results, answers.unknown_words(index, query))
+        return answers.found(index, results)
 
     async def search_picture(self, content: bytes, query: Query) -> dict[str, Any]:
         """Return the results of an uploaded picture, as JSON; as `search`."""
@@ -78,7 +78,7 @@ class Service:
         self._check(index, query)
         check_picture(content, self.limits.pixels)
         (results,) = await self._queue.run(lambda: index.search(pictures=[content], **query.options))
-        return answers.found(index, results, [])
+        return answers.found(index, results)
 
     async def explain(self, text: str, image: str, member: int | None) -> dict[str, Any]:
         """Return the attention between a text and an image, as JSON. Raise as `Index.explain`, and `Refused`."""

@@ -55,6 +55,14 @@ def test_an_index_is_built_and_searched(
         assert re.search(rf"{hit.rank} +│ +{hit.score:.4f} +│ +{hit.item.id} ", table)
 
 
+def test_unknown_words_are_named(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "red xyzzy ball plugh xyzzy"
+    assert json.loads(output(capsys, "search", index, text, "--json"))["unknown"] == ["xyzzy", "plugh"]
+    with pytest.warns(UserWarning, match=f"^query '{text}': the model does not know xyzzy, plugh$") as warned:
+        output(capsys, "search", index, text, "sun")
+    assert len(warned) == 1
+
+
 def test_long_ids_are_whole_in_the_table(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +88,18 @@ def test_pictures_are_added_and_deleted(
         (tmp_path / "more" / f"{number}.png").write_bytes(emoji.picture_png("test", number))
     printed = output(capsys, "index", "add", path, "--pictures", tmp_path / "more")
     assert printed.startswith(f"{path}: 12 images, 0 captions")
+    (tmp_path / "more" / "22.png").write_bytes(emoji.picture_png("test", 22))
+    grown = ["index", "add", path, "--pictures", tmp_path / "more"]
+    message = "ids: '20.png' is in the index already; delete it first, or skip it with --new-only"
+    assert error(capsys, *grown) == (1, message)
+    for added, known in ((1, 2), (0, 3)):
+        printed = output(capsys, *grown, "--new-only")
+        expected = f"{added} added, {known} skipped, which the index has already\n{path}: 13 images, 0 captions"
+        assert printed.startswith(expected)
+    # Pictures without captions show their paths.
+    head = next(line for line in output(capsys, "search", path, "red heart").splitlines() if "score" in line)
+    assert [cell.strip() for cell in head.split("┃")] == ["", "", "score", "id", "picture", ""]
+    assert output(capsys, "index", "delete", path, "22.png").startswith("1 deleted\n")
     (tmp_path / "ids").write_text("20.png\n0.png\n")
     printed = output(capsys, "index", "delete", path, "inner/1.png", "--ids", tmp_path / "ids")
     assert printed.startswith(f"3 deleted\n{path}: 9 images, 0 captions")
@@ -319,6 +339,7 @@ BAD = [
     (["index", "delete", "INDEX"], "ID: expected at least one id, or --ids FILE"),
     (["index", "delete", "INDEX", "0", "nothing"], "id: the index holds no item 'nothing'"),
     (["index", "add", "INDEX", "--data", "DATA"], "ids: '0' is in the index already; delete it first"),
+    (["index", "add", "INDEX", "--data", "DATA", "--new-only"], "--new-only: expected only with --pictures"),
 ]
 
 

@@ -65,9 +65,9 @@ def test_the_best_of_all_services_are_those_of_one_index(
 ) -> None:
     shards = Shards([addresses[0], f"{addresses[1]}/"])
     assert (shards.size(), shards.size("captions")) == (PICTURES, 5 * PICTURES)
-    for text, k in (("dark face", 5), ("woman", PICTURES), ("red heart", None)):
+    for text, k in (("dark face", 5), ("woman xyzzy", PICTURES), ("red heart", None)):
         found, (expected,) = shards.search(text, k), whole.search(text, k)
-        assert (found.query, found.scored) == (text, PICTURES)
+        assert (found.query, found.scored, found.unknown) == (text, PICTURES, expected.unknown)
         check_same(found, expected, whole.search(text, PICTURES)[0])
     for text in ("face", "man"):
         (every,) = whole.search(text, 5 * PICTURES, of="captions")
