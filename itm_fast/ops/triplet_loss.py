@@ -88,7 +88,7 @@ def triplet_loss(
             directions=directions,
             reduction=reduction,
         )
-    refuse_transforms("triplet_loss", scores)
+    refuse_transforms("triplet_loss", scores, *(() if positive_scores is None else (positive_scores,)))
     scores = upcast(scores)
     if positive_scores is not None:
         positive_scores = upcast(positive_scores)

@@ -190,6 +190,8 @@ def test_function_transforms_and_forward_mode_are_errors() -> None:
         dual = forward_ad.make_dual(scores, torch.ones_like(scores))
         with pytest.raises(RuntimeError, match=r"not support forward-mode differentiation: use itm_fast\.reference"):
             F_itm.triplet_loss(dual)
+        with pytest.raises(RuntimeError, match=r"not support forward-mode differentiation: use itm_fast\.reference"):
+            F_itm.triplet_loss(scores, positive_scores=dual[0], directions="rows")
     expected = torch.autograd.functional.jacobian(reference.triplet_loss, scores)
     assert torch.allclose(torch.func.grad(reference.triplet_loss)(scores), expected)
 
