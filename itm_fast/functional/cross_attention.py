@@ -30,7 +30,7 @@ def prepare(contexts: Fragments) -> PreparedContexts:
 
     Returns:
         An immutable `PreparedContexts` with `fragments`, `nbytes`, `dtype`, `device` and a length. No gradient flows
-        through it.
+        through it. It can be pickled; where the instruction set differs, loading computes the Gram matrices again.
 
     Raises:
         TypeError: `contexts` is not a `Fragments`, or its dtype is not one of those above.

@@ -164,6 +164,11 @@ _native = _native_devices() if _library_problem is None else {}
 _warned: set[str] = set()
 
 
+def instruction_set() -> str | None:
+    """Return the instruction set of the CPU kernels, or None if they are not used."""
+    return _selected
+
+
 def operators_of(device: str) -> frozenset[str]:
     """Return the native operators, including backward operators, with a kernel for a device type."""
     return frozenset(name for name, devices in _native.items() if device in devices)

@@ -10,16 +10,24 @@ from torch import Tensor
 
 from itm_fast.fragments import Fragments
 from itm_fast.ops.autograd import is_differentiated
-from itm_fast.ops.library import operators_of, use_native
+from itm_fast.ops.library import instruction_set, operators_of, use_native
 from itm_fast.ops.precision import autocast
 from itm_fast.reference import validation
 
 __all__ = ["PreparedContexts", "prepare"]
 
 
-def _version(values: Tensor) -> int | None:
+Versions = tuple[int | None, int | None]
+
+
+def _version(tensor: Tensor) -> int | None:
     """Return the version counter (in-place changes), or None for an inference tensor, which has none."""
-    return None if torch.compiler.is_compiling() or values.is_inference() else values._version
+    return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+def _versions(contexts: Fragments) -> Versions:
+    """Return the versions of values and offsets."""
+    return _version(contexts.values), _version(contexts.offsets)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,7 +50,7 @@ class PreparedContexts:
 
     fragments: Fragments
     grams: Tensor | None
-    _version: int | None
+    _versions: Versions
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,9 +72,9 @@ class PreparedContexts:
         return f"PreparedContexts({self.fragments!r}, nbytes={self.nbytes})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies count changes of their own values. Raise if these were modified after `prepare`."""
-        self._check_version()
-        return _restored, (self.fragments, self.grams)
+        """Copies count changes of their own tensors. Raise if the contexts were modified after `prepare`."""
+        self._check_versions()
+        return _restored, (self.fragments, self.grams, instruction_set())
 
     def check_usable(self, queries: Tensor) -> None:
         """Raise if a gradient is needed, or if the contexts were modified after `prepare`."""
@@ -74,15 +82,19 @@ class PreparedContexts:
             raise RuntimeError(
                 "contexts: prepared contexts support no gradient; pass the Fragments, or call under torch.no_grad()"
             )
-        self._check_version()
+        self._check_versions()
 
-    def _check_version(self) -> None:
-        if self._version is not None and _version(self.fragments.values) not in (None, self._version):
-            raise RuntimeError("contexts: the values were modified in place after prepare; call prepare again")
+    def _check_versions(self) -> None:
+        for name, before, now in zip(("values", "offsets"), self._versions, _versions(self.fragments), strict=True):
+            if before is not None and now not in (None, before):
+                raise RuntimeError(f"contexts: the {name} were modified in place after prepare; call prepare again")
 
 
-def _restored(fragments: Fragments, grams: Tensor | None) -> PreparedContexts:
-    return PreparedContexts(fragments, grams, _version(fragments.values))
+def _restored(fragments: Fragments, grams: Tensor | None, written_with: str | None = None) -> PreparedContexts:
+    # The layout of the Gram matrices depends on the instruction set, which may differ where a file is read.
+    if written_with != instruction_set():
+        grams = _grams_of(fragments)
+    return PreparedContexts(fragments, grams, _versions(fragments))
 
 
 def prepare(contexts: Fragments) -> PreparedContexts:
@@ -92,9 +104,13 @@ def prepare(contexts: Fragments) -> PreparedContexts:
     if validation.debugging():
         contexts.check_offsets()
     (contexts,) = autocast(contexts)
-    grams: Tensor | None = None
+    return PreparedContexts(contexts, _grams_of(contexts), _versions(contexts))
+
+
+def _grams_of(contexts: Fragments) -> Tensor | None:
     has_kernel = "cross_attention_grams" in operators_of(contexts.device.type)
-    if has_kernel and use_native("cross_attention_scores", contexts.values):
-        with torch.no_grad():
-            grams = torch.ops.itm_fast.cross_attention_grams(contexts.values, contexts.offsets)
-    return PreparedContexts(contexts, grams, _version(contexts.values))
+    if not (has_kernel and use_native("cross_attention_scores", contexts.values)):
+        return None
+    with torch.no_grad():
+        grams: Tensor = torch.ops.itm_fast.cross_attention_grams(contexts.values, contexts.offsets)
+    return grams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from itm_fast import Fragments, nn, reference
 from itm_fast.ops.cross_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 from itm_fast.ops.library import FallbackWarning
 from python_tests.helpers.fragments import native_calls, random_fragments
+from python_tests.helpers.processes import run_python
 from python_tests.helpers.tolerance import assert_close_to_exact
 
 OPTIONS = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0)
@@ -108,9 +110,14 @@ def test_contexts_that_were_modified_are_refused() -> None:
     regions.values.mul_(2)
     with pytest.raises(RuntimeError, match=r"^contexts: the values were modified in place after prepare; call"):
         F_itm.cross_attention_scores(words, prepared)
+    regions = random_fragments([4, 2], 8, torch.float32, seed=1)
+    prepared = F_itm.prepare(regions)
+    regions.offsets[1] = 2  # As much memory for the Gram matrices as before.
+    with pytest.raises(RuntimeError, match=r"^contexts: the offsets were modified in place after prepare; call"):
+        F_itm.cross_attention_scores(words, prepared)
     with torch.inference_mode():
         kept = F_itm.prepare(regions.with_values(regions.values.clone()))
-        assert F_itm.cross_attention_scores(words, kept).shape == (1, 1)
+        assert F_itm.cross_attention_scores(words, kept).shape == (1, 2)
 
 
 def test_other_arguments_are_refused() -> None:
@@ -190,3 +197,21 @@ def test_copies_and_compiled_results_are_used_like_the_original() -> None:
             copy.deepcopy(one)
         with pytest.raises(RuntimeError, match="contexts: the values were modified in place after prepare"):
             F_itm.cross_attention_scores(queries, one)
+
+
+def test_copies_of_another_instruction_set_are_used_like_the_original(tmp_path: Path) -> None:
+    """The rows of a Gram matrix are padded to a multiple that depends on the instruction set."""
+    queries, contexts = (random_fragments([2, 5], 6, torch.float32, seed=seed) for seed in (0, 1))
+    contexts.save(tmp_path / "contexts")
+    code = f"""
+import pickle
+from itm_fast import Fragments
+from itm_fast.functional import prepare
+with open({str(tmp_path / "prepared")!r}, "wb") as file:
+    pickle.dump(prepare(Fragments.load({str(tmp_path / "contexts")!r})), file)
+"""
+    run_python(code, ITM_FAST_CPU_ISA="portable")
+    prepared = pickle.loads((tmp_path / "prepared").read_bytes())
+    assert prepared.nbytes == F_itm.prepare(contexts).nbytes
+    expected = F_itm.cross_attention_scores(queries, contexts)
+    assert torch.equal(F_itm.cross_attention_scores(queries, prepared), expected)
