@@ -218,7 +218,7 @@ def test_damaged_data_are_named(data: Path, tmp_path: Path, capsys: pytest.Captu
     features = np.load(broken / "train_ims.npy")
     features[7, 2, 1] = np.nan
     np.save(broken / "train_ims.npy", features)
-    status, message = error(capsys, "train", "--data", broken, "--out", tmp_path / "run", *SMALL, lines=5)
+    status, message = error(capsys, "train", "--data", broken, "--out", tmp_path / "run", *SMALL, lines=6)
     assert status == 1
     assert f"{broken / 'train_ims.npy'}: row 7 holds values that are not finite" in message
 

@@ -127,7 +127,7 @@ def test_measures_and_warnings_without_data(data: Path) -> None:
         html, page, content = page_of(data, "--against", data / "two.npy", "--permutations", 9)
     result = content["protocols"]["full"]
     rows = [re.findall("<t[hd].*?>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", html)]
-    assert rows[0] == ["measure", "value", "95 % interval", "against", "difference", "95 % interval", "p"]
+    assert rows[0] == ["measure", "value", "95 % interval", "against", "value minus against", "95 % interval", "p"]
     cells = {row[0]: row[1:] for row in rows[1:]}
     difference = result["against"]["differences"]["rsum"]
     assert cells["rsum"] == [

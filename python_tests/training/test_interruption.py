@@ -154,7 +154,7 @@ def test_a_worker_process_that_is_killed_ends_the_run_with_one_line(
     command = ["train", "--data", data, "--out", out, *SMALL[:-2], "--epochs", "2", "--workers", "1"]
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "_after_step", kill)
-        status, message = error(capsys, *command, lines=6)
+        status, message = error(capsys, *command, lines=8)
     killed = r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
     kept = "continue a training with --resume, and an import with the same command"
     assert status == 1
