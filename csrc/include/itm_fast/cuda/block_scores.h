@@ -30,7 +30,7 @@ class BlockScores {
     if (!fits) *p_.unsuitable = 1;
     if (fits && n_rows_ > 0 && n_columns_ > 0) differentiate_sets();
     if (fits) store_sums();  // Zeros if one side of the tile has empty sets only.
-    barrier();  // The next tile takes the place of all of this.
+    barrier();               // The next tile takes the place of all of this.
   }
 
  private:
