@@ -86,17 +86,18 @@ def add(results: Mapping[str, Any], name: str, device: str, times: Mapping[str, 
     }
 
 
-def fastest(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of all kernels of each workload of the last build, in its fastest build.
+def fastest(results: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
+    """Return the seconds of all kernels of each workload in its fastest build, and the name of an older build.
 
-    Rows are bfloat16; losses and ranks have no rows.
+    The name is that of the last build that ran the workload, and empty if no build came later. Rows are bfloat16;
+    losses and ranks have no rows.
     """
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, str]] = {}
     for build in results["builds"]:
         for workload, precisions in build["workloads"].items():
-            if workload in results["builds"][-1]["workloads"]:
-                total = sum((precisions.get("bfloat16") or precisions["float32"]).values())
-                found[workload] = min(total, found.get(workload, total))
+            total = sum((precisions.get("bfloat16") or precisions["float32"]).values())
+            since = "" if workload in results["builds"][-1]["workloads"] else build["name"]
+            found[workload] = (min(total, found.get(workload, (total, ""))[0]), since)
     return found
 
 

@@ -164,9 +164,10 @@ def _workloads() -> str:
     return table(rows)
 
 
-def _floors(name: str, measured: Mapping[str, Any] | None, timed: Mapping[str, float]) -> str:
+def _floors(name: str, measured: Mapping[str, Any] | None, timed: Mapping[str, tuple[float, str]]) -> str:
     peaks = DEVICES[name]
     rows = [[f"on {name}", "products", "memory", "the larger floor", "predicted", "up to", "bound by", "reached"]]
+    slower: list[float] = []
     for workload in WORKLOADS:
         tensor, memory = costs.floors(workload.cost, peaks)
         bound = "products" if tensor > memory else "memory"
@@ -184,7 +185,11 @@ def _floors(name: str, measured: Mapping[str, Any] | None, timed: Mapping[str, f
                 _reached(workload, measured, timed, max(tensor, memory)),
             ]
         )
-    return table(rows)
+        if measured is None and workload.measured_as in timed:
+            slower.append(workload.steps * timed[workload.measured_as][0] / prediction.seconds)
+    if not slower:
+        return table(rows)
+    return f"{table(rows)}\n\nKernels on {name} take {min(slower):.1f} to {max(slower):.1f} times as long as predicted."
 
 
 def _consequences() -> str:
@@ -279,11 +284,15 @@ def _blocks(what: str, images: int, captions: int) -> str:
     )
 
 
-def _reached(workload: Workload, measured: Mapping[str, Any] | None, timed: Mapping[str, float], floor: float) -> str:
+def _reached(
+    workload: Workload, measured: Mapping[str, Any] | None, timed: Mapping[str, tuple[float, str]], floor: float
+) -> str:
     """Render the fastest native variant on 16-bit inputs, or on scores, with the share of its floor."""
     if measured is None and workload.measured_as in timed:
-        kernels_alone = workload.steps * timed[workload.measured_as]
-        return f"**{seconds(kernels_alone)}** in kernels, floor / time {100 * floor / kernels_alone:.0f} %"
+        of_a_step, build = timed[workload.measured_as]
+        kernels_alone = workload.steps * of_a_step
+        older = f" (build: {build})" if build else ""
+        return f"**{seconds(kernels_alone)}** in kernels{older}, floor / time {100 * floor / kernels_alone:.0f} %"
     if measured is None:
         return "not measured" if timed else NOT_RUN
     found = measured["workloads"].get(workload.measured_as, {"variants": {}})["variants"]

@@ -50,10 +50,12 @@ def test_builds_are_added_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None
     results = kernel_times.add({}, "before", "cpu", build({"slow": 3e-4, "short": 1e-6}))
     results = kernel_times.add(results, "now", "cpu", build({"slow": 2e-4, "short": 2e-6}))
     results["device"]["driver"] = "1.0"
-    assert kernel_times.fastest(results) == pytest.approx({"scores 128": 2.02e-4, "step 128": 1.0})
     results["builds"][0]["workloads"]["gone"] = {"float32": {"slow": 1e-3}}
     results["builds"][1]["workloads"]["ranks"] = {"float32": {"slow": 2e-3, "short": 1e-3}}
-    assert kernel_times.fastest(results) == pytest.approx({"scores 128": 2.02e-4, "step 128": 1.0, "ranks": 3e-3})
+    fastest = kernel_times.fastest(results)
+    expected = {"scores 128": 2.02e-4, "step 128": 1.0, "gone": 1e-3, "ranks": 3e-3}
+    assert {workload: seconds for workload, (seconds, _) in fastest.items()} == pytest.approx(expected)
+    assert {workload: build for workload, (_, build) in fastest.items() if build} == {"gone": "before"}
     text = kernel_times.markdown(results)
     assert "| kernel | workload | rows | before | now |" in text
     assert "| `slow` | scores 128 | bfloat16 | 300 µs | **200 µs** |" in text
@@ -75,11 +77,15 @@ def test_the_committed_results_have_all_three_tables() -> None:
 
 def test_the_predictions_show_what_the_kernels_take() -> None:
     results = json.loads((ROOT / "benchmarks/results/kernel_times.json").read_text())
-    of_h200 = tables([], results).partition("| on H200 ")[2].partition("\n\n")[0]
+    of_h200, _, rest = tables([], results).partition("| on H200 ")[2].partition("\n\n")
     of_a100 = tables([], results).partition("| on A100 ")[2].partition("\n\n")[0]
     lines = {line.split(" | ")[0].strip("| "): line for line in of_h200.splitlines()}
-    milliseconds = 1e3 * kernel_times.fastest(results)["scores 1024"]
+    milliseconds = 1e3 * kernel_times.fastest(results)["scores 1024"][0]
     assert f"**{milliseconds:.3g} ms** in kernels, floor / time " in lines["scores, 1024 x 1024"]
+    assert "** in kernels (build: first kernels), floor / time " in lines["RCAR scores, 1024 x 1024"]
     assert lines["ranks, 5000 x 25000"].endswith("| not measured |")
     assert NOT_RUN not in of_h200
+    ratio = milliseconds / float(re.search(r"\| ([\d.]+) ms \| [\d.]+ ms \|", lines["scores, 1024 x 1024"])[1])
+    lowest, highest = map(float, re.findall(r"take ([\d.]+) to ([\d.]+) times as long as predicted", rest)[0])
+    assert lowest <= round(ratio, 1) < highest
     assert of_a100.count(NOT_RUN) == len(of_a100.splitlines()) - 2
