@@ -54,8 +54,9 @@ def test_steps_of_rcar_against_a_former_commit(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_long_sets() -> None:
-    sizes = long_sets.PatchSizes(batch=3, dim=16, patches=20, tokens=5)
+@pytest.mark.parametrize("model", ["scan", "rcar"])
+def test_long_sets(model: str) -> None:
+    sizes = long_sets.PatchSizes(batch=3, dim=16, patches=20, tokens=5, model=model)
     results = long_sets.run([sizes], rounds=1, threads=1, memory=False)
     (case,) = results["measured"]
     assert case["products"] == 3 * 20 * 3 * 5 * 16
@@ -66,5 +67,6 @@ def test_long_sets() -> None:
     case["errors"]["native"] = 1e-7
     lines = long_sets.markdown(results).splitlines()
     assert lines[3] == "| 20 x 5 | itm_fast | 2 ms [1, 3] | 2000 GMAC/s | 2 ms [1, 3] | 5 MB | 1.0e-07 |"
+    assert f"; {model.upper()} t2i" in lines[6]
     with pytest.raises(KeyError):
         long_sets.make_call("other", "scores", sizes)
