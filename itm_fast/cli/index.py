@@ -155,7 +155,7 @@ def build_command(
             raise ValueError(f"the training data of {checkpoint[0]} do not tell how pictures become features; {advice}")
         if training is None and (pooling is _Pooling.learned or training_split is not None):
             raise ValueError(f"{cause}; --pooling mean needs no training data")
-        if training is None and pooling is None:
+        if training is None and pooling is None and members.have_sets():
             warnings.warn(f"{cause}; candidates are found by --pooling mean instead of learned", stacklevel=2)
     index = Index.build(
         members,

@@ -98,6 +98,10 @@ class Members:
         """Encode texts by each model; the results are on the CPU in float32."""
         return [_on_cpu(model, model.encode_captions(*model.tokenize(texts))) for model in self.models]
 
+    def have_sets(self) -> bool:
+        """Return whether a model encodes captions as sets of rows, instead of one vector each."""
+        return any(isinstance(one, Fragments) for one in self.encode_captions(["a"]))
+
     @torch.no_grad()
     def scores(self, queries: Encodings, query_side: str, items: Encodings, side: str) -> Tensor:
         """Score queries with items: (n_queries, n_items) float32, the mean over the models.

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +239,19 @@ def test_pictures_without_training_data_name_the_missing_file(
     with pytest.warns(UserWarning, match="correct this entry; candidates are found by --pooling mean instead of lea"):
         output(capsys, *build)
     assert Index.open(tmp_path / "index").manifest.pictures == Index.open(path).manifest.pictures == "emoji"
+
+
+def test_models_with_single_vectors_are_not_warned_of_mean_pooling(
+    emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = emoji.vocabulary()
+    model = models.create("vsepp", vocab_size=len(words), feature_dim=432, embed_dim=16, word_dim=8)
+    model.tokenizer = words
+    model.save(tmp_path / "run")
+    build = ["index", "build", "--checkpoint", tmp_path / "run", "--pictures", emoji_index[1]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output(capsys, *build, "--preprocessing", "emoji", "--out", tmp_path / "index")
 
 
 def test_thumbnails_may_be_left_out(emoji_index: tuple[Path, Path, Path], tmp_path: Path) -> None:
