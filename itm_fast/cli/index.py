@@ -206,20 +206,15 @@ def add_command(
     """Encode more images and captions, and add them to an index: all, or none if there is an error."""
     from itm_fast.files.processors import set_threads
     from itm_fast.search import Index
-    from itm_fast.search.sources import new_pictures
 
     if new_only and pictures is None:
         raise ValueError("--new-only: expected only with --pictures")
     set_threads(threads)
     opened = Index.open(index, checkpoint)
     source = source_of(opened.members, checkpoint or [index], data, split, pictures)
+    added, skipped = opened.add(source, encoder=encoder, thumbnails=thumbnails, new_only=new_only, progress=True)
     if new_only:
-        new, known = new_pictures(source, opened.snapshot.sides["images"].ids)
-        if new:
-            opened.add(list(new.values()), ids=list(new), encoder=encoder, thumbnails=thumbnails, progress=True)
-        typer.echo(f"{len(new):,} added, {known:,} skipped, which the index has already")
-    else:
-        opened.add(source, encoder=encoder, thumbnails=thumbnails, progress=True)
+        typer.echo(f"{added:,} added, {skipped:,} skipped, which the index has already")
     _print_sizes(opened)
 
 

@@ -32,7 +32,7 @@ from itm_fast.search.pictures import check_kind, kind_of
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
 from itm_fast.search.snapshot import Snapshot
-from itm_fast.search.sources import Source, batches_of, size_of
+from itm_fast.search.sources import Source, batches_of, new_pictures, size_of
 from itm_fast.search.writing import Builder, check_folder, commit, compacted, locked, remove_strays
 
 __all__ = ["add", "build", "compact", "delete", "update"]
@@ -147,16 +147,25 @@ def add(
     captions: Sequence[str] | None,
     encoder: str | os.PathLike[str] | None,
     thumbnails: bool,
+    new_only: bool,
     batch_size: int,
     progress: bool,
-) -> None:
-    """Add items to an index; arguments as in `Index.add`."""
+) -> tuple[int, int]:
+    """Add items to an index; arguments and result as in `Index.add`."""
     _check(1, ROW_TYPES[0], POOLINGS[0], batch_size)
+    skipped = 0
+    if new_only and (not isinstance(source, str | os.PathLike) or ids is not None or captions is not None):
+        raise ValueError("new_only: expected a folder of pictures as source, without ids and captions")
     with _changing(path) as manifest:
         if manifest.models != members.fingerprints:
             raise ValueError(f"{path}: the index was replaced by one of another model; open it again")
         snapshot = Snapshot(path, manifest)
         taken = {side: snapshot.sides[side].ids for side in SIDES}
+        if new_only and isinstance(source, str | os.PathLike):
+            new, skipped = new_pictures(source, taken["images"])
+            if not new:
+                return 0, skipped
+            source, ids = list(new.values()), list(new)
         builder = Builder(path, snapshot.pooling, manifest.dtype)
         kind = manifest.pictures if encoder is None else moved(manifest.pictures, encoder)
         if isinstance(source, CaptionDataset):
@@ -170,6 +179,7 @@ def add(
             kept += own
             builder.flush(side)
         commit(path, _changed(manifest, [*kept, *builder.records]))
+    return size_of(source), skipped
 
 
 def delete(path: Path, ids: Sequence[str]) -> int:

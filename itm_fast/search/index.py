@@ -198,19 +198,29 @@ class Index(OpenIndex):
         captions: Sequence[str] | None = None,
         encoder: str | os.PathLike[str] | None = None,
         thumbnails: bool = True,
+        new_only: bool = False,
         batch_size: int = 128,
         progress: bool = False,
-    ) -> None:
-        """Encode more items and add them, all or none. Arguments as in `build` and `search`.
+    ) -> tuple[int, int]:
+        """Encode more items and add them, all or none. Other arguments as in `build` and `search`.
+
+        Args:
+            new_only: with a folder of pictures as `source`, skip those that the index has already, by their path below
+                the folder. A file with other content is skipped, too.
+
+        Returns:
+            The numbers of items that were added and skipped.
 
         Raises:
-            ValueError: as `build`; an id is taken, or the features were made by another encoder than the index's.
+            ValueError: as `build`; an id is taken, or the features were made by another encoder than the index's; or
+                `new_only` was given with another source, or with `ids` or `captions`.
         """
-        changing.add(
+        numbers = changing.add(
             self.path, self.members, source, ids=ids, captions=captions, encoder=encoder, thumbnails=thumbnails,
-            batch_size=batch_size, progress=progress,
+            new_only=new_only, batch_size=batch_size, progress=progress,
         )  # fmt: skip
         self.reload()
+        return numbers
 
     def delete(self, ids: str | Sequence[str]) -> int:
         """Delete images with their captions, or captions, by id, all or none; return the number of deleted items.

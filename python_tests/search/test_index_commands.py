@@ -97,6 +97,12 @@ def test_pictures_are_added_and_deleted(
         printed = output(capsys, *grown, "--new-only")
         expected = f"{added} added, {known} skipped, which the index has already\n{path}: 13 images, 0 captions"
         assert printed.startswith(expected)
+    opened = Index.open(path)
+    (tmp_path / "more" / "23.png").write_bytes(emoji.picture_png("test", 23))
+    assert [opened.add(str(tmp_path / "more"), new_only=True) for _ in range(2)] == [(1, 3), (0, 4)]
+    assert opened.delete("23.png") == 1
+    with pytest.raises(ValueError, match=r"^new_only: expected a folder of pictures as source, without ids and captio"):
+        opened.add([tmp_path / "more" / "23.png"], new_only=True)
     # Pictures without captions show their paths.
     head = next(line for line in output(capsys, "search", path, "red heart").splitlines() if "score" in line)
     assert [cell.strip() for cell in head.split("┃")] == ["", "", "score", "id", "picture", ""]
