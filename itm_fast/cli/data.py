@@ -84,8 +84,10 @@ def pack_command(
     Every command that takes the folder takes the store. Memory use does not grow with the folder. Run the same command
     again to continue an interrupted one.
     """
+    from itm_fast.data import open_split
     from itm_fast.data.pack import pack
-    from itm_fast.data.vocabulary import MIN_COUNT, check_min_count, find_vocabulary
+    from itm_fast.data.vocabulary import MIN_COUNT, check_min_count, find_vocabulary, load_vocabulary
+    from itm_fast.search.pictures import kind_of
 
     if min_count is not None:
         check_min_count(min_count, vocab or find_vocabulary(data))
@@ -104,7 +106,10 @@ def pack_command(
             f"{record.name}: {record.images:,} images, {record.captions:,} captions, {size / 1e9:.2f} GB in "
             f"{len(record.shards):,} shards"
         )
-    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN")
+    # The pixels of the emoji need the patch encoder.
+    pixels = kind_of(open_split(out, manifest.splits[0].name, load_vocabulary(out))) == "emoji"
+    options = " --model-option image_encoder=patches" * pixels
+    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan{options} --out RUN")
 
 
 @app.command("synthesize", cls=Command)

@@ -334,6 +334,17 @@ def test_the_command_writes_the_data_and_fails_with_one_line(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_command_after_packing_names_the_patch_encoder(dtype, tmp_path, capsys):
+    np.save(tmp_path / "train_ims.npy", emoji.patches(emoji.pictures("test")[:4]))
+    (tmp_path / "train_caps.txt").write_text("".join(f"{text}\n" for text in emoji.captions("test")[:20]))
+    emoji.vocabulary().save(tmp_path / "vocab.json")
+    store = tmp_path / "store"
+    assert run(["data", "pack", "--data", str(tmp_path), "--out", str(store), "--dtype", dtype]) == 0
+    command = f"itm-fast train --data {store} --model scan --model-option image_encoder=patches --out RUN"
+    assert capsys.readouterr().out.endswith(f"train on them with: {command}\n")
+
+
 @pytest.mark.parametrize("call", [emoji.pictures, emoji.names, emoji.captions, emoji.image_ids, emoji.load])
 def test_an_unknown_split_is_refused(call):
     with pytest.raises(ValueError, match="split: expected one of train, dev, test, got 'testall'"):
