@@ -17,6 +17,7 @@ from itm_fast.data.features import ArrayFeatures, Features, ResidentFeatures
 from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files.documents import check_characters
 from itm_fast.fragments import Fragments
 
 Indices = Tensor | np.ndarray | Sequence[int]
@@ -317,7 +318,16 @@ def _beside(features: Tensor, boxes: Tensor) -> Tensor:
 
 
 def encode(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Return the token ids of all captions, int32 end to end, and the length of each, int64."""
+    """Return the token ids of all captions, int32 end to end, and the length of each, int64.
+
+    Raises:
+        ValueError: a caption holds a lone surrogate, which cannot be written as UTF-8.
+    """
+    for row, caption in enumerate(captions):
+        try:
+            check_characters(caption)
+        except ValueError as error:
+            raise ValueError(f"captions: row {row}: {error}") from None
     encoded = [vocabulary.encode(caption) for caption in captions]
     lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
     return torch.tensor([index for ids in encoded for index in ids], dtype=torch.int32), lengths

@@ -46,6 +46,10 @@ class Vocabulary:
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = list(words)
+        try:
+            documents.check_characters("\n".join(self.words))
+        except ValueError as error:
+            raise ValueError(f"vocabulary: {error}") from None
         self._ids = {word: index for index, word in enumerate(self.words)}
         if len(self._ids) != len(self.words):
             repeated = next(word for word, count in Counter(self.words).items() if count > 1)

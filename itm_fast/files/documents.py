@@ -13,7 +13,7 @@ import yaml
 from itm_fast.files.messages import shortened, shown
 from itm_fast.files.regular import open_file
 
-__all__ = ["MAX_SETTINGS_BYTES", "json_text", "parse_json", "parse_yaml", "read_json", "read_text"]
+__all__ = ["MAX_SETTINGS_BYTES", "check_characters", "json_text", "parse_json", "parse_yaml", "read_json", "read_text"]
 
 MAX_SETTINGS_BYTES = 2**18
 _MAX_DEPTH = 20
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes) -> Any:
         content = json.loads(text, object_pairs_hook=_object)
         # A lone surrogate can only come from an escape.
         if "\\u" in text:
-            _check_characters(json.dumps(content, ensure_ascii=False))
+            check_characters(json.dumps(content, ensure_ascii=False))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return content
@@ -108,7 +108,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _check_characters(text: str, errors: str = "strict") -> None:
+def check_characters(text: str, errors: str = "strict") -> None:
     """Raise ValueError if `text` holds a lone surrogate that the error handler `errors` does not encode."""
     try:
         text.encode("utf-8", errors)
@@ -133,7 +133,7 @@ def parse_yaml(text: str) -> Any:
                 raise ValueError(f"aliases (*{event.anchor}) are not supported")
             if isinstance(event, yaml.ScalarEvent):
                 # Some lone surrogates are allowed: they stand for bytes of paths that are not UTF-8.
-                _check_characters(event.value, "surrogateescape")
+                check_characters(event.value, "surrogateescape")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
                 raise ValueError(f"nested more than {_MAX_DEPTH} deep")

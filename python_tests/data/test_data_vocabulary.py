@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from itm_fast.data import Vocabulary, find_vocabulary, load_vocabulary
+from itm_fast.data import CaptionDataset, Vocabulary, find_vocabulary, load_vocabulary
 
 SPECIAL = ["<pad>", "<start>", "<end>", "<unk>"]
 
@@ -28,6 +29,14 @@ def test_build_counts_words_and_orders_them_by_frequency_then_alphabet():
     assert (vocabulary.pad, vocabulary.start, vocabulary.end, vocabulary.unk, vocabulary.mask) == (0, 1, 2, 3, 4)
     assert Vocabulary.build(captions, min_count=5).words == [*SPECIAL, "<mask>", "a"]
     assert Vocabulary.build(captions, min_count=3).words[-1] == "cat"
+
+
+def test_words_and_captions_with_a_lone_surrogate_are_refused():
+    with pytest.raises(ValueError, match=r"^vocabulary: expected Unicode characters, found the lone surrogate"):
+        Vocabulary.build(["a \ud800"], min_count=1)
+    captions = ["a dog", "a \udcff"]
+    with pytest.raises(ValueError, match=r"^captions: row 1: expected Unicode characters, found the lone surr"):
+        CaptionDataset(np.ones((1, 2, 3)), captions, [0, 0], Vocabulary(SPECIAL))
 
 
 def test_encode_wraps_the_caption_and_marks_unknown_words():
