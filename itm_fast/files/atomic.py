@@ -8,7 +8,7 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -166,7 +166,7 @@ def write_bytes(path: StrPath, content: bytes, root: StrPath | None = None) -> N
         file.write(content)
 
 
-def write_together(folder: StrPath, contents: Mapping[str, bytes], marker: str) -> None:
+def write_together(folder: StrPath, contents: Mapping[str, bytes], marker: str, removed: Collection[str] = ()) -> None:
     """Replace files of `folder` that belong together. A process that ends meanwhile leaves no mixture of both.
 
     All contents are on disk before the first name changes. `marker`, without which the files are not read, is then
@@ -176,6 +176,7 @@ def write_together(folder: StrPath, contents: Mapping[str, bytes], marker: str) 
         folder: the folder. It is created if it is missing.
         contents: the files by name, `marker` included. Other files stay.
         marker: the name of the file that readers need.
+        removed: names of files that do not belong to the new ones; they are removed, if present.
 
     Raises:
         OSError: the disk is full or broken. The message is one line that names the file. All earlier files are kept.
@@ -195,9 +196,12 @@ def write_together(folder: StrPath, contents: Mapping[str, bytes], marker: str) 
                     file.flush()
                     os.fsync(handle)
         changed = [name for name, content in contents.items() if not _contains(Path(folder) / name, content)]
-        if len(changed) > 1:
+        gone = [name for name in removed if opened.status(name) is not None]
+        if len(changed) + len(gone) > 1:
             opened.remove(marker)
             opened.flush()
+        for name in gone:
+            opened.remove(name)
         for name in sorted(contents, key=lambda one: one == marker):
             opened.replace(temporaries[name], name)
         opened.flush()

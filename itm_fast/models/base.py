@@ -260,7 +260,8 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
         """Write `config.json`, `model.safetensors` and the tokenizer, if any.
 
         The folder is created if it is missing. If it contains another model, an interrupted call leaves that model, or
-        a folder that `load` refuses. A full disk changes nothing.
+        a folder that `load` refuses. A full disk changes nothing. A model without a tokenizer removes that of an
+        earlier one, unless `beside` has one.
 
         Args:
             directory: the folder.
@@ -271,7 +272,8 @@ class MatchingModel(HubModel, nn.Module, abc.ABC):
             # As `Vocabulary.save` writes it.
             words = self.tokenizer.to_json().encode("utf-8", "backslashreplace")
             contents = {VOCABULARY: words, **contents}
-        atomic.write_together(directory, contents, marker=list(contents)[-1])
+        removed = {VOCABULARY} - contents.keys()
+        atomic.write_together(directory, contents, marker=list(contents)[-1], removed=removed)
 
     def check_saved(self, directory: Path) -> None:
         """Raise ValueError naming the file if `load` cannot read what `save` wrote."""

@@ -150,7 +150,9 @@ def save_models(
         vocabulary = {} if words is None or not words.saveable else {VOCABULARY: words.to_json().encode()}
         for name, content in {**vocabulary, **model.file_contents()}.items():
             atomic.write_bytes(folder / name, content, run)
-    target.save(run)
+    # The model has no tokenizer while it trains; the vocabulary of the run stays.
+    words_file = Path(run) / VOCABULARY
+    target.save(run, beside={VOCABULARY: regular.read_bytes(words_file)} if regular.is_file(words_file) else {})
 
 
 def lost_model(run: str | Path, target: MatchingModel, others: Sequence[MatchingModel]) -> str | None:

@@ -61,6 +61,7 @@ def test_the_tokenizer_is_saved_with_the_model(trained: Path, tmp_path: Path) ->
     assert again.tokenizer == model.tokenizer
     assert again.tokenizer is not None
     models.create("scan", vocab_size=5, feature_dim=4, embed_dim=8, word_dim=8).save(tmp_path)
+    again.tokenizer.save(tmp_path / "vocab.json")
     known = len(again.tokenizer)
     with pytest.raises(ValueError, match=rf"vocab.json: {known} words, but the model in {tmp_path} knows 5"):
         models.load(tmp_path)

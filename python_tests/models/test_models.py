@@ -402,6 +402,22 @@ def test_a_killed_save_leaves_no_mixture_of_two_models(tmp_path, monkeypatch, ch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
 
 
+@pytest.mark.parametrize("renamed", range(2))
+def test_a_model_without_a_tokenizer_removes_that_of_an_earlier_one(tmp_path, monkeypatch, renamed) -> None:
+    with_words().save(tmp_path)
+    other = with_words()
+    other.tokenizer = None
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, renamed)
+        with pytest.raises(Killed):
+            other.save(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: no such file; .* is not a saved model"):
+        models.load(tmp_path)
+    other.save(tmp_path)
+    assert models.load(tmp_path).tokenizer is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
 @pytest.mark.parametrize("renamed", range(3))
 def test_a_killed_save_of_other_weights_alone_leaves_a_model(tmp_path, monkeypatch, renamed) -> None:
     """As in a training, whose best model is replaced many times."""
