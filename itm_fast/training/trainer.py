@@ -127,7 +127,7 @@ class Trainer:
         # Notes of a resumed run about its random numbers.
         self.random_note = ""
         self.progress = Progress()
-        self._total = config.epochs * self.steps_per_epoch
+        self._total = self._total_before = config.epochs * self.steps_per_epoch
         self._stop_requested = self._stop_agreed = False
         self._bar = tqdm(disable=True)
         self._started, self._printed = (0, time.monotonic()), 0.0
@@ -165,6 +165,8 @@ class Trainer:
             raise ValueError(f"{path}: the training state is damaged: {error}") from None
         self.stepper.scenario.load_files(self.config.out, self._data)
         self.progress = Progress.of(state)
+        # Fewer epochs may have ended here. Their last validation may be unfinished, after it saved the best model.
+        self._total_before = state.get("total", self._total)
         # A validation of the restored state is already in the log (see `_validate`).
         found = self.log.validation_at(self.progress.log_size, self.progress.position)
         if found is not None:
@@ -338,8 +340,8 @@ class Trainer:
     def _validation_due(self, step: int) -> bool:
         """Whether a validation is due after `step` and has not run yet."""
         unit = self.steps_per_epoch if self.config.validate_unit == "epoch" else 1
-        regular = step % (self.config.validate_every * unit) == 0
-        return step > 0 and step != self.progress.validated_step and (regular or step == self._total)
+        due = step % (self.config.validate_every * unit) == 0 or step in (self._total, self._total_before)
+        return due and step > 0 and step != self.progress.validated_step
 
     def _log(self, **line: Any) -> None:
         """Write a line; if the first process cannot, all end."""
@@ -422,6 +424,7 @@ class Trainer:
         self.log.lines.flush_to_disk()
         state = {
             "position": step,
+            "total": self._total,
             "data": self._fingerprints,
             "model": self.model.state_dict(),
             **self.stepper.state_dict(),

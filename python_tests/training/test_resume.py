@@ -20,6 +20,7 @@ from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.config import read_yaml
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.run_folder import saved_config
+from itm_fast.training.run_log import RunLog
 from python_tests.helpers.commands import SMALL, error, output, train_small
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import config, run, same, stop_at, weights
@@ -203,6 +204,30 @@ def test_a_validation_that_the_log_has_is_not_repeated(
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (
         tmp_path / "parts" / "model.safetensors"
     ).read_bytes()
+
+
+def test_more_epochs_first_repeat_a_last_validation_that_the_log_lacks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model may have been saved already, and the record of the best model must be of this one."""
+    settings = config(data, tmp_path / "run", epochs=1, validate_every=3)
+    write = RunLog.write
+
+    def fail(log: RunLog, **line: object) -> None:
+        if line["kind"] == "validation":
+            raise OSError("killed")
+        write(log, **line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "write", fail)
+        with pytest.raises(OSError, match="killed"):
+            run(settings)
+    model = tmp_path / "run" / "model.safetensors"
+    saved = model.read_bytes()
+    stop_at(monkeypatch, 5)
+    result = run(attrs.evolve(settings, epochs=3), resume=True)
+    assert (result.best_step, steps(tmp_path / "run", "validation")) == (4, [4])
+    assert model.read_bytes() == saved
 
 
 def test_fewer_epochs_than_were_done_are_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
