@@ -231,6 +231,7 @@ def update(path: Path, change: Callable[[Manifest], Manifest]) -> None:
 def _changing(path: Path) -> Iterator[Manifest]:
     """Hold the lock of an index, and yield its manifest. Files of killed writers are removed."""
     read_manifest(path)
+    check_folder(path)
     with locked(path):
         manifest = read_manifest(path)
         remove_strays(path, manifest.files())

@@ -48,7 +48,8 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def check_folder(directory: Path) -> None:
-    """Raise ValueError if a folder that is no index holds something else than what a killed build left."""
+    """Raise ValueError if a folder cannot be written, or is no index and holds more than what a killed build left."""
+    atomic.check_folder(directory, directory)
     if not directory.exists() or is_index(directory):
         return
     if not directory.is_dir():

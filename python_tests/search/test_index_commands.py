@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import warnings
@@ -376,6 +377,16 @@ def test_bad_input_is_one_line(
 
     assert error(capsys, *map(named, arguments)) == (1, named(message))
     assert Index.open(index).manifest == before
+
+
+def test_a_folder_without_write_permission_is_refused_before_encoding(
+    index: Path, data: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda _path, mode: mode != os.W_OK)
+    message = f"{index}: the folder {index} is not writable"
+    build = ["index", "build", "--checkpoint", trained, "--data", data, "--out", index, "--overwrite"]
+    for command in (build, ["index", "delete", index, "0"]):
+        assert error(capsys, *command) == (1, message)
 
 
 def test_a_query_of_ten_megabytes_is_refused_by_its_length(index: Path) -> None:
