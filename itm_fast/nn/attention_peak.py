@@ -30,6 +30,8 @@ class AttentionPeak(nn.Module):
 
     def forward(self, images: Fragments, captions: Fragments) -> Tensor:
         """Return (n_images, n_captions) from 0 to 1, float32 (float64 for float64); 0 for an empty set."""
+        validation.check_fragments("images", images)
+        validation.check_fragments("captions", captions)
         regions, seen, k = padded_sets(images)
         words, inside, lengths = padded_sets(captions)
         with without_autocast(regions.device.type):

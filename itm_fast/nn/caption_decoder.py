@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.packing import Packing, padded_rows
 from itm_fast.nn.pooling import final_states
+from itm_fast.reference import validation
 
 __all__ = ["CaptionDecoder"]
 
@@ -59,6 +60,7 @@ class CaptionDecoder(nn.Module):
         Returns:
             (n,) float32 (float64 for float64). A caption of fewer than two words has 0.
         """
+        validation.check_fragments("regions", regions)
         packing = Packing(regions.lengths, regions.device)
         if packing.n_rows == 0 or token_ids.shape[1] < 2:
             return self.out.bias.new_zeros(len(lengths)) + 0.0 * sum(one.sum() for one in self.parameters())

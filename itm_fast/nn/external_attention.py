@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer, narrowed
 from itm_fast.nn.packing import padded_rows
+from itm_fast.reference import validation
 
 __all__ = ["ExternalSpacePooling"]
 
@@ -28,6 +29,7 @@ class ExternalSpacePooling(nn.Module):
 
     def forward(self, sets: Fragments) -> Tensor:
         """Pool rows (N, d) of n sets to (n, d), float32 (float64 for float64); zero for an empty set."""
+        validation.check_fragments("sets", sets)
         rows = sets.values.to(torch.promote_types(sets.dtype, torch.float32))
         if rows.shape[0] == 0:
             return rows.new_zeros(len(sets), rows.shape[1])

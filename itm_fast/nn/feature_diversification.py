@@ -30,6 +30,7 @@ from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
 from itm_fast.ops.sets import values_of
+from itm_fast.reference import validation
 
 __all__ = [
     "CONVERSIONS",
@@ -128,6 +129,7 @@ class FeatureConversions(nn.Module):
         Returns:
             (N, R, d), or (N, n_sets, d) for a global host; N is 1 with `only`.
         """
+        validation.check_fragments("base", base)
         if base.values.shape[1] != self.feature_dim:
             raise ValueError(f"base: expected rows of width {self.feature_dim}, got {base.values.shape[1]}")
         rows = base.values if self.fc is None else self.fc(base.values, only)
@@ -209,6 +211,7 @@ class FeatureReweighting(nn.Module):
 
     def forward(self, base: Fragments) -> Tensor:
         """Compute weights (R, N), or (n_sets, N), from rows (R, feature_dim). Each row sums to one."""
+        validation.check_fragments("base", base)
         features = mean_pool(base) if self.pooled else base.values
         logits = narrowed(l2norm(features), self.embedding) @ self.embedding
         return torch.softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))

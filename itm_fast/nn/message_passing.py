@@ -95,6 +95,8 @@ class MessagePassing(nn.Module):
 
     def forward(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32, images are rows; 0 for an empty set."""
+        validation.check_fragments("images", images)
+        validation.check_fragments("captions", captions)
         regions, words = PaddedSide.of(images, 1), PaddedSide.of(captions, 0)
         to_regions, to_words = self._passed(regions, words)
         scores = self._score(to_regions.vector, to_words.vector)

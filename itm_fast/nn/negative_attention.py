@@ -66,6 +66,8 @@ class NegativeAwareSimilarity(nn.Module):
 
     def forward(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32 (float64 for float64); 0 for an empty set."""
+        validation.check_fragments("images", images)
+        validation.check_fragments("captions", captions)
         with torch.autocast(images.device.type, enabled=False):
             regions, seen, k = padded_sets(images)
             words, inside, lengths = padded_sets(captions)
@@ -123,6 +125,8 @@ class NegativeAwareSimilarity(nn.Module):
         Returns:
             Five numbers, float64: the count of words, and the sums and sums of squares of both products.
         """
+        validation.check_fragments("images", images)
+        validation.check_fragments("captions", captions)
         own = first + torch.arange(len(captions), device=scores.device)
         counted = scores.argmax(dim=0) == own if len(captions) else own > own
         chosen = captions.index_select(counted.nonzero()[:, 0])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.bert_text_encoder import make_bert, padded_pieces
 from itm_fast.nn.similarity import wide_linear
+from itm_fast.reference import validation
 
 __all__ = ["PairScores", "PairTransformer"]
 
@@ -129,6 +130,8 @@ class PairScores(nn.Module):
             captions: what `embed_captions` returns. A caption without words is read as one row of zeros.
         """
         regions, tags = images if isinstance(images, tuple) else (images, None)
+        for name, sets in (("images", regions), ("captions", captions)):
+            validation.check_fragments(name, sets)
         shape = len(regions), len(captions)
         words, n_words = captions.to_padded()
         if words.shape[1] == 0:

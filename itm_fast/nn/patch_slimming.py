@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.normalization import l2norm
+from itm_fast.reference import validation
 
 __all__ = ["PatchSlimming"]
 
@@ -78,6 +79,8 @@ class PatchSlimming(nn.Module):
         Raises:
             ValueError: a picture has another number of regions.
         """
+        validation.check_fragments("images", images)
+        validation.check_fragments("captions", captions)
         regions = self._regions(images)
         patches = regions[:, int(self.class_token) :]  # (n, k, d)
         words, lengths = captions.to_padded()  # (m, w, d), (m,)

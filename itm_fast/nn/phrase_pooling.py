@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
+from itm_fast.reference import validation
 
 __all__ = ["PhrasePooling"]
 
@@ -44,6 +45,7 @@ class PhrasePooling(nn.Module):
 
     def forward(self, words: Fragments) -> Tensor:
         """Pool words (N, word_dim) of n captions to (n, d), float32 (float64 for float64); zero for an empty one."""
+        validation.check_fragments("words", words)
         padded, lengths = words.to_padded()
         pairs = zip(self.widths, self.convolutions, strict=True)
         pooled = [self._strongest(layer, width, padded.transpose(1, 2), lengths) for width, layer in pairs]

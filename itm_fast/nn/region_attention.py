@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.packing import padded_rows, rows_of_padded
+from itm_fast.reference import validation
 
 __all__ = ["RegionAttention"]
 
@@ -34,6 +35,7 @@ class RegionAttention(nn.Module):
 
     def forward(self, sets: Fragments) -> Fragments:
         """Map rows (N, d) to rows (N, d). An empty set stays empty."""
+        validation.check_fragments("sets", sets)
         rows: Tensor = self.ln(sets.values)
         if rows.shape[0] == 0:
             return sets

@@ -14,6 +14,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn.packing import Packing, padded_rows, rows_of_padded
 from itm_fast.nn.pooling import final_states
 from itm_fast.nn.residual_image_encoder import RowNorm
+from itm_fast.reference import validation
 
 __all__ = ["RegionReader", "RegionReasoning"]
 
@@ -38,6 +39,7 @@ class RegionReasoning(nn.Module):
 
     def forward(self, regions: Fragments) -> Fragments:
         """Map regions (N, D) to regions (N, D). An image without regions stays empty."""
+        validation.check_fragments("regions", regions)
         # What pads an image to the longest is zero in all three, and so neither has affinities nor a message.
         theta, phi, g = (padded_rows(regions, layer(regions.values)) for layer in (self.theta, self.phi, self.g))
         affinities = torch.bmm(theta, phi.transpose(1, 2)) / regions.lengths.clamp(min=1)[:, None, None]
@@ -58,6 +60,7 @@ class RegionReader(nn.Module):
 
     def forward(self, regions: Fragments) -> Tensor:
         """Map regions (N, D) of n images to (n, D); zero for an image without regions."""
+        validation.check_fragments("regions", regions)
         packing = Packing(regions.lengths, regions.device)
         if packing.n_rows == 0:
             return regions.values.new_zeros(len(regions), regions.values.shape[1])

@@ -142,8 +142,7 @@ class RecurrentAggregationRegulator(nn.Module):
 
     def _run(self, alignments: Fragments, shares: list[Tensor]) -> Tensor:
         """Aggregate, and append the weights of each step to `shares`."""
-        if not isinstance(alignments, Fragments):
-            raise TypeError(f"alignments: expected Fragments, got {validation.describe(alignments)}")
+        validation.check_fragments("alignments", alignments)
         _check_width("alignments", alignments.values, self.alignment_dim)
         rows = _DroppedRows(alignments, self.dropout)
         aligned = alignments.values[None]

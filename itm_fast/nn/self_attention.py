@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import narrowed
 from itm_fast.nn.packing import padded_rows, rows_of_padded
+from itm_fast.reference import validation
 
 __all__ = ["SelfAttentionLayer"]
 
@@ -41,6 +42,7 @@ class SelfAttentionLayer(nn.Module):
 
     def forward(self, sets: Fragments) -> Fragments:
         """Map rows (N, d) to rows (N, d) in float32 (float64 for float64). An empty set stays empty."""
+        validation.check_fragments("sets", sets)
         wide = torch.promote_types(sets.dtype, torch.float32)
         rows = narrowed(sets.values.to(wide), self.query.weight)
         if rows.shape[0] == 0:

@@ -27,8 +27,7 @@ CUDA_LENGTHS = (64, 80, 112, 128, 256, 384, 512, 640)
 def check_fragments(queries: Fragments, contexts: Fragments) -> None:
     """Raise unless the argument is `Fragments` with a floating point dtype."""
     for name, fragments in (("queries", queries), ("contexts", contexts)):
-        if not isinstance(fragments, Fragments):
-            raise TypeError(f"{name}: expected Fragments, got {validation.describe(fragments)}")
+        validation.check_fragments(name, fragments)
         validation.check_tensor(f"{name}.values", fragments.values, ("N", "d"))
         if validation.debugging():
             fragments.check_offsets()

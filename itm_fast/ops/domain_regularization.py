@@ -71,8 +71,7 @@ def domain_regularization(
 
 def _check_fragments(regions: Fragments, words: Fragments) -> None:
     for name, fragments in (("regions", regions), ("words", words)):
-        if not isinstance(fragments, Fragments):
-            raise TypeError(f"{name}: expected Fragments, got {validation.describe(fragments)}")
+        validation.check_fragments(name, fragments)
         validation.check_tensor(f"{name}.values", fragments.values, ("N", "D"))
         if validation.debugging():
             fragments.check_offsets()

@@ -98,8 +98,7 @@ def _restored(fragments: Fragments, grams: Tensor | None, written_with: str | No
 
 
 def prepare(contexts: Fragments) -> PreparedContexts:
-    if not isinstance(contexts, Fragments):
-        raise TypeError(f"contexts: expected Fragments, got {validation.describe(contexts)}")
+    validation.check_fragments("contexts", contexts)
     validation.check_tensor("contexts.values", contexts.values, ("N", "d"))
     if validation.debugging():
         contexts.check_offsets()

@@ -13,10 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from itm_fast.fragments import Fragments
+
 __all__ = [
     "FLOATING",
     "INTEGER",
     "check_flag",
+    "check_fragments",
     "check_option",
     "check_same_device",
     "check_shape",
@@ -54,6 +57,18 @@ def check_tensor(name: str, value: object, shape: tuple[str, ...], dtypes: Seque
         raise TypeError(f"{name}: expected a dense tensor, got the layout {value.layout}")
     if value.dim() != len(shape):
         raise ValueError(f"{name}: expected shape {_shape(shape)}, got {describe(value)}")
+
+
+def check_fragments(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is `Fragments`; for tensors and lists the message says how to make them."""
+    if isinstance(value, Fragments):
+        return
+    found = describe(value)
+    if isinstance(value, Tensor):
+        found += "; pack padded sets by Fragments.from_padded(padded, lengths)"
+    elif isinstance(value, list | tuple):
+        found = f"a {type(value).__name__}; pack a list of sets by Fragments.from_list(sets)"
+    raise TypeError(f"{name}: expected Fragments, got {found}")
 
 
 def check_shape(name: str, value: Tensor, expected: Sequence[int], meaning: str) -> None:

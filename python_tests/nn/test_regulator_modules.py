@@ -280,7 +280,8 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
         (lambda: RecurrentCorrespondenceRegulator(6, 4, 2)(0, torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 1)),
          ValueError, "channels: expected rows of width 6, got a float32 tensor of shape (3, 4)"),
         (lambda: RecurrentAggregationRegulator(4)(torch.ones(3, 4)), TypeError,
-         "alignments: expected Fragments, got a float32 tensor of shape (3, 4)"),
+         "alignments: expected Fragments, got a float32 tensor of shape (3, 4); "
+         "pack padded sets by Fragments.from_padded(padded, lengths)"),
         (lambda: RecurrentAggregationRegulator(4)(QUERIES), ValueError,
          "alignments: expected rows of width 4, got a float32 tensor of shape (4, 6)"),
     ],

@@ -197,7 +197,12 @@ SETS, WEIGHTS, BIASES, NONE = Fragments(VALUES, OFFSETS), torch.zeros(2, 3), tor
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"regions": VALUES}, TypeError, "regions: expected Fragments, got a float32 tensor of shape (4, 3)"),
+        (
+            {"regions": VALUES},
+            TypeError,
+            "regions: expected Fragments, got a float32 tensor of shape (4, 3); "
+            "pack padded sets by Fragments.from_padded(padded, lengths)",
+        ),
         ({"words": None}, TypeError, "words: expected Fragments, got None (NoneType)"),
         (
             {"words": SETS.to(torch.float64)},
