@@ -67,12 +67,7 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
         >>> images.grad.tolist()
         [[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {validation.describe(module)}")
-    if isinstance(chunk_pairs, bool) or not isinstance(chunk_pairs, int):
-        raise TypeError(f"chunk_pairs: expected an int, got {validation.describe(chunk_pairs)}")
-    if chunk_pairs < 1:
-        raise ValueError(f"chunk_pairs: expected at least 1, got {chunk_pairs}")
+    check_options(module, chunk_pairs)
     parameters = dict(module.named_parameters())
 
     def score(
@@ -90,6 +85,16 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
         chunk_pairs=chunk_pairs,
         snapshot=Buffers(module),
     )
+
+
+def check_options(module: object, chunk_pairs: object) -> None:
+    """Raise unless `module` is a module and `chunk_pairs` a number of pairs."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {validation.describe(module)}")
+    if isinstance(chunk_pairs, bool) or not isinstance(chunk_pairs, int):
+        raise TypeError(f"chunk_pairs: expected an int, got {validation.describe(chunk_pairs)}")
+    if chunk_pairs < 1:
+        raise ValueError(f"chunk_pairs: expected at least 1, got {chunk_pairs}")
 
 
 def _coupling(module: nn.Module) -> str:

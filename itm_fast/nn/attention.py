@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import itm_fast.functional as F_itm
 from itm_fast import reference
 from itm_fast.fragments import Fragments
+from itm_fast.ops.cross_attention import check_options
 
 __all__ = ["AttentionScores", "CrossAttentionScores"]
 
@@ -19,6 +20,9 @@ class CrossAttentionScores(nn.Module):
 
     Text-to-image: call it with words as queries and regions as contexts. Image-to-text: swap them. Queries are the rows
     of the scores.
+
+    Raises:
+        TypeError, ValueError: an option is unknown, or a number is not finite.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class CrossAttentionScores(nn.Module):
         self.focal = focal
         self.aggregation = aggregation
         self.logsumexp_temperature = logsumexp_temperature
+        check_options(**self.options)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -97,3 +97,19 @@ def test_models_without_such_attention_are_named(data: Path) -> None:
     images, captions = model.encode_images(dev.image_batch([0, 1])), model.encode_captions(*dev.caption_batch([0]))
     with pytest.raises(ValueError, match=r"^captions: expected one for each of 2 images, got 1$"):
         model.word_attention(images, captions)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": "high"}, TypeError, "temperature: expected a finite number, got 'high'"),
+        ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number, got nan"),
+        ({"focal": "soft"}, ValueError, "focal: expected one of None, 'equal', 'prob', 'hard', got 'soft'"),
+        ({"normalization": "l3norm"}, ValueError, "normalization: expected one of 'clipped_l2norm'"),
+        ({"aggregation": "median"}, ValueError, "aggregation: expected one of 'mean'"),
+        ({"aggregation": "logsumexp", "logsumexp_temperature": 0}, ValueError, "logsumexp_temperature: expected a"),
+    ],
+)
+def test_options_are_checked_at_construction(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        CrossAttentionScores(**options)

@@ -489,3 +489,12 @@ def test_a_list_of_empty_pairs_alone() -> None:
         assert scores.tolist() == [[0.0], [0.0]]
         for grad in torch.autograd.grad(scores.sum(), leaves):
             assert float(grad.abs().sum()) == 0.0
+
+
+def test_the_module_checks_its_options_at_construction() -> None:
+    with pytest.raises(TypeError, match=r"^module: expected a torch\.nn\.Module, got <built-in"):
+        GradientSparseScores(torch.tanh)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^chunk_pairs: expected at least 1, got 0$"):
+        GradientSparseScores(Host(), chunk_pairs=0)
+    with pytest.raises(TypeError, match=r"^chunk_pairs: expected an int, got 2\.0 \(float\)$"):
+        GradientSparseScores(Host(), chunk_pairs=2.0)  # type: ignore[arg-type]
