@@ -11,6 +11,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.text_encoder import check_captions
+from itm_fast.reference import validation
 
 __all__ = ["BertTextEncoder", "make_bert", "padded_pieces"]
 
@@ -81,7 +82,8 @@ def make_bert(
     """Create the `BertModel` of transformers with random weights, without a pooling layer.
 
     Raises:
-        ValueError: the package transformers is not installed, or `dim` is no multiple of `heads`.
+        ValueError: the package transformers is not installed, `dim` is no multiple of `heads`, or a size is
+            below 1.
     """
     try:
         from transformers import BertConfig, BertModel
@@ -89,6 +91,8 @@ def make_bert(
         raise ValueError(
             "bert: the package transformers is not installed; install it with pip install 'itm_fast[bert]'"
         ) from None
+    validation.check_sizes(vocab_size=vocab_size, bert_dim=dim, layers=layers, heads=heads)
+    validation.check_sizes(hidden_dim=hidden_dim, max_length=max_length)
     if dim % heads:
         raise ValueError(f"bert_dim: expected a multiple of the {heads} heads, got {dim}")
     config = BertConfig(

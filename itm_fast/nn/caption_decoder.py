@@ -28,6 +28,9 @@ class CaptionDecoder(nn.Module):
         word_dim: width of the word vectors.
         dropout: in training, on the inputs of both GRUs.
 
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
+
     Source: Li et al., "Visual Semantic Reasoning for Image-Text Matching" (ICCV 2019), section 3.4; sizes and layers
     are those of its official code.
     """
@@ -36,6 +39,7 @@ class CaptionDecoder(nn.Module):
         self, dim: int, vocab_size: int, *, hidden_dim: int = 512, word_dim: int = 300, dropout: float = 0.2
     ) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim, vocab_size=vocab_size, hidden_dim=hidden_dim, word_dim=word_dim)
         self.project = nn.Linear(dim, hidden_dim)
         self.reader = nn.GRU(hidden_dim, hidden_dim)
         self.embed = nn.Embedding(vocab_size, word_dim)

@@ -19,12 +19,16 @@ class ExternalSpacePooling(nn.Module):
     Args:
         dim: width d of the rows and of the result.
 
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
+
     Source: Zhu et al., "ESA: External Space Attention Aggregation for Image-Text Retrieval" (IEEE TCSVT 2023), in the
     form of its official code.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim)
         self.linear = linear_layer(dim, dim)
 
     def forward(self, sets: Fragments) -> Tensor:

@@ -65,7 +65,7 @@ class FeatureConversions(nn.Module):
             network.
 
     Raises:
-        ValueError: an option is unknown, or a width does not fit.
+        ValueError: an option is unknown, a width does not fit, or a size is below 1.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class FeatureConversions(nn.Module):
         pooling: str | None = None,
     ) -> None:
         super().__init__()
-        if count < 1:
-            raise ValueError(f"count: expected at least 1 conversion, got {count}")
+        validation.check_sizes(count=count, feature_dim=feature_dim, embed_dim=embed_dim)
         for name, value, known in (
             ("head", head, HEADS),
             ("conversion", conversion, CONVERSIONS),
@@ -202,10 +201,14 @@ class FeatureReweighting(nn.Module):
         count: the number N of conversions.
         feature_dim: width of the base features f.
         pooled: compute one row of weights per set, from the mean of its base features, instead of one per fragment.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(self, count: int, feature_dim: int, *, pooled: bool = False) -> None:
         super().__init__()
+        validation.check_sizes(count=count, feature_dim=feature_dim)
         self.pooled = pooled
         self.embedding = nn.Parameter(torch.zeros(feature_dim, count))
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.normalization import l2norm
+from itm_fast.reference import validation
 
 __all__ = ["ImageEncoder"]
 
@@ -20,10 +21,14 @@ class ImageEncoder(nn.Module):
         feature_dim: width f of the region features.
         embed_dim: width d of the embeddings.
         no_imgnorm: leave the l2 normalisation out.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(self, feature_dim: int, embed_dim: int, *, no_imgnorm: bool = False) -> None:
         super().__init__()
+        validation.check_sizes(feature_dim=feature_dim, embed_dim=embed_dim)
         self.no_imgnorm = no_imgnorm
         self.fc = linear_layer(feature_dim, embed_dim)
 

@@ -42,7 +42,8 @@ class MessagePassing(nn.Module):
         residual_correspondence, residual_aggregation: as in the regulators.
 
     Raises:
-        TypeError, ValueError: `head` or `fusion` is unknown, or a setting of the regulators is out of bounds.
+        TypeError, ValueError: `head` or `fusion` is unknown, a size is below 1, or a setting of the regulators is out
+            of bounds.
 
     Source: Wang et al., "CAMP: Cross-Modal Adaptive Message Passing for Text-Image Retrieval" (ICCV 2019), in the forms
     of its official code, with one gate for each row.
@@ -64,6 +65,7 @@ class MessagePassing(nn.Module):
         residual_aggregation: bool = False,
     ) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim, heads=heads, alignment_dim=alignment_dim)
         validation.check_option("head", head, HEADS)
         validation.check_option("fusion", fusion, FUSIONS)
         self.head, self.fusion, self.message_attention = head, fusion, message_attention

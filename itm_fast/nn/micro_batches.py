@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from itm_fast.nn.regulators import check_steps
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
 from itm_fast.ops.library import outside_graphs
 from itm_fast.ops.replay import Buffers
 from itm_fast.ops.sets import Sets
+from itm_fast.reference import validation
 
 __all__ = ["encode"]
 
@@ -42,7 +42,7 @@ def encode(module: nn.Module, sides: Mapping[str, tuple[Any, ...]], micro_batch:
         ValueError: `micro_batch` is not a whole number of at least 1.
     """
     if micro_batch is not None:
-        check_steps("micro_batch", micro_batch, minimum=1)
+        validation.check_count("micro_batch", micro_batch, minimum=1)
     if micro_batch is None or all(len(sets[0]) <= micro_batch for sets in sides.values()):
         return [getattr(module, name)(*sets) for name, sets in sides.items()]
     return _in_parts(module, sides, micro_batch)

@@ -60,6 +60,7 @@ class NegativeAwareSimilarity(nn.Module):
         self.negative_slope = validation.finite_number("negative_slope", negative_slope)
         self.intra_temperature = validation.finite_number("intra_temperature", intra_temperature)
         self.penalty = validation.finite_number("penalty", penalty, minimum=0.0, non_zero=True)
+        validation.check_count("threshold_words", threshold_words)
         self.threshold_words = threshold_words
         self.register_buffer("threshold", torch.zeros(()))
         self.register_buffer("safe_threshold", torch.zeros(()))

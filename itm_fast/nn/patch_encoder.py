@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import as_regions
 from itm_fast.nn.normalization import l2norm
+from itm_fast.reference import validation
 
 __all__ = ["PatchEncoder"]
 
@@ -27,10 +28,14 @@ class PatchEncoder(nn.Module):
         feature_dim: values per patch, rows x columns x 3 colours; the patch is square.
         embed_dim: width d of the embeddings.
         no_imgnorm: leave the l2 normalisation out.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(self, feature_dim: int, embed_dim: int, *, no_imgnorm: bool = False) -> None:
         super().__init__()
+        validation.check_sizes(feature_dim=feature_dim, embed_dim=embed_dim)
         self.side = patch_side(feature_dim)
         self.embed_dim, self.no_imgnorm = embed_dim, no_imgnorm
         layers: list[nn.Module] = [nn.BatchNorm2d(CHANNELS, affine=False)]

@@ -39,7 +39,7 @@ class PatchSlimming(nn.Module):
         n_kept: number of kept patches. n_aggregated: number of tokens that they become.
 
     Raises:
-        ValueError: a ratio is out of bounds.
+        ValueError: a ratio is out of bounds, or a size is below 1.
 
     Source: Fu et al., Linguistic-Aware Patch Slimming Framework for Fine-grained Cross-Modal Alignment, CVPR 2024, in
     the form of the authors' code. It leaves out the network that predicts a score of each patch, and its
@@ -56,6 +56,8 @@ class PatchSlimming(nn.Module):
         class_token: bool = False,
     ) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim)
+        validation.check_count("n_regions", n_regions, minimum=1 + class_token)
         for name, ratio in (("keep_ratio", keep_ratio), ("aggregation_ratio", aggregation_ratio)):
             if not 0 < ratio <= 1:
                 raise ValueError(f"{name}: expected a number above 0 and at most 1, got {ratio}")

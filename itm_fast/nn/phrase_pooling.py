@@ -25,6 +25,9 @@ class PhrasePooling(nn.Module):
         widths: numbers of words in a phrase.
         dropout: in training, before the last layer.
 
+    Raises:
+        ValueError: a size is not a whole number of at least 1, or `widths` is empty.
+
     Source: Wu et al., "Learning Fragment Self-Attention Embeddings for Image-Text Matching" (ACM MM 2019).
     """
 
@@ -38,6 +41,11 @@ class PhrasePooling(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        validation.check_sizes(word_dim=word_dim, dim=dim, channels=channels)
+        if not widths:
+            raise ValueError("widths: expected at least one number of words, got none")
+        for width in widths:
+            validation.check_count("widths", width, minimum=1)
         self.widths = widths
         self.convolutions = nn.ModuleList(nn.Conv1d(word_dim, channels, width) for width in widths)
         self.dropout = nn.Dropout(dropout)

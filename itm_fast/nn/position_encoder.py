@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import as_regions, detach_blank_rows, linear_layer
 from itm_fast.nn.normalization import l2norm
+from itm_fast.reference import validation
 
 __all__ = ["PositionEncoder", "box_blocks"]
 
@@ -36,6 +37,9 @@ class PositionEncoder(nn.Module):
             vector, too, with an overlap of 0 in the places left.
         position_dim: width of the vectors of blocks.
         no_imgnorm: leave the l2 normalisation out.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -49,6 +53,9 @@ class PositionEncoder(nn.Module):
         no_imgnorm: bool = False,
     ) -> None:
         super().__init__()
+        validation.check_sizes(
+            feature_dim=feature_dim, embed_dim=embed_dim, grid=grid, blocks=blocks, position_dim=position_dim
+        )
         if blocks > grid * grid:
             raise ValueError(f"position_blocks: expected at most {grid * grid}, the blocks of a picture, got {blocks}")
         self.grid, self.blocks, self.no_imgnorm = grid, blocks, no_imgnorm

@@ -23,11 +23,12 @@ class RegionAttention(nn.Module):
         heads: number of attention heads.
 
     Raises:
-        ValueError: `dim` is no multiple of `heads`.
+        ValueError: `dim` is no multiple of `heads`, or a size is below 1.
     """
 
     def __init__(self, dim: int, *, heads: int = 8) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim, heads=heads)
         if dim % heads:
             raise ValueError(f"embed_dim: expected a multiple of the {heads} heads of region_attention, got {dim}")
         self.ln = nn.LayerNorm(dim)

@@ -29,10 +29,14 @@ class RegionReasoning(nn.Module):
 
     Args:
         dim: width D of the regions, input and output of all linear layers.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim)
         self.theta, self.phi, self.g, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.norm = RowNorm(dim)
         nn.init.zeros_(self.norm.weight)
@@ -52,10 +56,14 @@ class RegionReader(nn.Module):
 
     Args:
         dim: width D of the regions and of the vector.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim)
         self.rnn = nn.GRU(dim, dim)
 
     def forward(self, regions: Fragments) -> Tensor:

@@ -13,7 +13,6 @@ from itm_fast.nn.regulators import (
     RecurrentAggregationRegulator,
     RecurrentCorrespondenceRegulator,
     alignment_weights,
-    check_steps,
     checked_dropout,
 )
 from itm_fast.ops.regulators import FOCAL_MODES
@@ -78,12 +77,12 @@ class RegulatedSimilarity(nn.Module):
         form: str = "code",
     ) -> None:
         super().__init__()
-        check_steps("correspondence_steps", correspondence_steps)
-        check_steps("aggregation_steps", aggregation_steps)
+        validation.check_count("correspondence_steps", correspondence_steps)
+        validation.check_count("aggregation_steps", aggregation_steps)
         if factors not in FACTORS:
             raise ValueError(f"factors: expected one of {', '.join(map(repr, FACTORS))}, got {factors!r}")
-        check_steps("embed_dim", embed_dim, minimum=1)
-        check_steps("alignment_dim", alignment_dim, minimum=1)
+        validation.check_count("embed_dim", embed_dim, minimum=1)
+        validation.check_count("alignment_dim", alignment_dim, minimum=1)
         dropout = checked_dropout(dropout)
         temperature = validation.finite_number("temperature", temperature)
         negative_slope = validation.finite_number("negative_slope", negative_slope)

@@ -51,10 +51,10 @@ class RecurrentCorrespondenceRegulator(nn.Module):
         residual: bool = True,
     ) -> None:
         super().__init__()
-        check_steps("steps", steps)
+        validation.check_count("steps", steps)
         seen_dim = alignment_dim if seen_dim is None else seen_dim
         for name, width in (("embed_dim", embed_dim), ("alignment_dim", alignment_dim), ("seen_dim", seen_dim)):
-            check_steps(name, width, minimum=1)
+            validation.check_count(name, width, minimum=1)
         validation.check_flag("residual", residual)
         self.embed_dim, self.seen_dim = embed_dim, seen_dim
         self.residual = residual
@@ -109,8 +109,8 @@ class RecurrentAggregationRegulator(nn.Module):
         self, alignment_dim: int = 256, steps: int = 2, *, residual: bool = False, dropout: float = 0.4
     ) -> None:
         super().__init__()
-        check_steps("steps", steps)
-        check_steps("alignment_dim", alignment_dim, minimum=1)
+        validation.check_count("steps", steps)
+        validation.check_count("alignment_dim", alignment_dim, minimum=1)
         validation.check_flag("residual", residual)
         self.alignment_dim, self.residual = alignment_dim, residual
         self.dropout = nn.Dropout(checked_dropout(dropout))
@@ -248,12 +248,6 @@ class CrossAttentionAlignments(nn.Module):
 def alignment_weights(layers: nn.ModuleList) -> list[AlignmentWeights]:
     """Return the weights of linear layers in the form of `RegulatorParameters.alignments`."""
     return [AlignmentWeights(*_tensors([layer])) for layer in layers]
-
-
-def check_steps(name: str, steps: object, minimum: int = 0) -> None:
-    """Raise ValueError if `steps`, a number of steps or a width, is not a whole number of at least `minimum`."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < minimum:
-        raise ValueError(f"{name}: expected a whole number of at least {minimum}, got {steps!r}")
 
 
 def checked_dropout(dropout: object) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import as_regions, detach_blank_rows, linear_layer
 from itm_fast.nn.normalization import l2norm
+from itm_fast.reference import validation
 
 __all__ = ["ResidualImageEncoder"]
 
@@ -29,6 +30,9 @@ class ResidualImageEncoder(nn.Module):
         residual: False leaves out the sum: the perceptron's output is the embedding (VSE (MLP)).
         norms: 1, as coded; 2 also normalises the output of the perceptron over the batch, as the paper draws it.
         no_imgnorm: leave the l2 normalisation out.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class ResidualImageEncoder(nn.Module):
         no_imgnorm: bool = False,
     ) -> None:
         super().__init__()
+        validation.check_sizes(feature_dim=feature_dim, embed_dim=embed_dim)
         if not (projected or residual):
             raise ValueError("residual: expected True where the perceptron sees the features; fc(x) is lost otherwise")
         if norms not in (1, 2):

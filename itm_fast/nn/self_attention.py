@@ -27,11 +27,12 @@ class SelfAttentionLayer(nn.Module):
         dropout: in training, on the attention weights and on what both parts add.
 
     Raises:
-        ValueError: `dim` is no multiple of `heads`.
+        ValueError: `dim` is no multiple of `heads`, or a size is below 1.
     """
 
     def __init__(self, dim: int, *, heads: int = 4, hidden_dim: int = 1024, dropout: float = 0.1) -> None:
         super().__init__()
+        validation.check_sizes(dim=dim, heads=heads, hidden_dim=hidden_dim)
         if dim % heads:
             raise ValueError(f"heads: expected a divisor of the width {dim}, got {heads}")
         self.heads = heads

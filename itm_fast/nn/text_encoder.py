@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from itm_fast.fragments import Fragments
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.packing import Packing
+from itm_fast.reference import validation
 
 __all__ = ["TextEncoder"]
 
@@ -24,6 +25,9 @@ class TextEncoder(nn.Module):
         word_dropout: probability of dropping each value of a word vector in training (0.4 in SGRAF and RCAR).
         bidirectional: read the words in both directions (SCAN), or only forwards (VSE++).
         no_txtnorm: leave the l2 normalisation out.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class TextEncoder(nn.Module):
         no_txtnorm: bool = False,
     ) -> None:
         super().__init__()
+        validation.check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, word_dim=word_dim, num_layers=num_layers)
         self.no_txtnorm = no_txtnorm
         self.embed_dim = embed_dim
         self.embed = nn.Embedding(vocab_size, word_dim)

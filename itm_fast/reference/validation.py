@@ -18,11 +18,13 @@ from itm_fast.fragments import Fragments
 __all__ = [
     "FLOATING",
     "INTEGER",
+    "check_count",
     "check_flag",
     "check_fragments",
     "check_option",
     "check_same_device",
     "check_shape",
+    "check_sizes",
     "check_tensor",
     "debug_checks",
     "debugging",
@@ -111,6 +113,18 @@ def finite_number(
     if non_zero and -_SMALLEST < number < _SMALLEST:
         raise ValueError(f"{name}: expected a number other than 0, got {number}")
     return number
+
+
+def check_count(name: str, value: object, minimum: int = 0) -> None:
+    """Raise ValueError unless `value` is a whole number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
+        raise ValueError(f"{name}: expected a whole number of at least {minimum}, got {value!r}")
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise ValueError unless each size, by the name of its argument, is a whole number of at least 1."""
+    for name, size in sizes.items():
+        check_count(name, size, minimum=1)
 
 
 def check_option(name: str, value: object, options: Sequence[str | None]) -> None:

@@ -250,7 +250,7 @@ def test_the_last_convolution_over_patches_is_linear_over_neighbourhoods() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 0}, "count: expected at least 1 conversion, got 0"),
+        ({"count": 0}, "count: expected a whole number of at least 1, got 0"),
         ({"head": "conv"}, "head: expected one of identity, linear, residual, projected_residual, mlp, got 'conv'"),
         ({"conversion": "mlp"}, "conversion: expected one of ffn, adapter, none, got 'mlp'"),
         ({"pooling": "max"}, "pooling: expected one of None, mean, gpo, got 'max'"),
