@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.distributed import World
+from itm_fast.evaluation.array_likes import ArrayLike, as_integers, as_tensor
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.ranks import FoldRanks, Ranks
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
@@ -187,8 +188,8 @@ def _add(total: Tensor, scores: Tensor) -> Tensor:
 
 
 def evaluate_scores(
-    scores: Tensor,
-    caption_image: Tensor,
+    scores: ArrayLike,
+    caption_image: ArrayLike,
     *,
     folds: int = 1,
     first_images: int | None = None,
@@ -197,8 +198,8 @@ def evaluate_scores(
     """Compute the recalls of a score matrix.
 
     Args:
-        scores: `(n_images, n_captions)`.
-        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        scores: `(n_images, n_captions)`, floating point: a tensor, an array or a list of rows.
+        caption_image: index of the image of each caption, integers `(n_captions,)`: a tensor, an array or a list.
         folds: as in `evaluate`.
         first_images: as in `evaluate`.
         ties: as in `evaluate`.
@@ -207,8 +208,11 @@ def evaluate_scores(
         The summary, as in `evaluate`.
 
     Raises:
+        TypeError: `scores` are not floating point numbers, or `caption_image` does not hold integers.
         ValueError: as in `evaluate`, or `caption_image` has another length than `scores` has columns.
     """
+    scores, caption_image = as_tensor("scores", scores), as_integers("caption_image", caption_image)
+    validation.check_tensor("scores", scores, ("n_images", "n_captions"))
     validation.check_shape("caption_image", caption_image, scores.shape[1:], "as many as scores has columns")
     summaries = []
     for images, captions in fold_indices(caption_image, scores.shape[0], folds, first_images):

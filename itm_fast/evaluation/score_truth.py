@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from itm_fast.evaluation.array_likes import ArrayLike, as_integers
 from itm_fast.evaluation.correlation import sampled_spearman, spearman
 from itm_fast.evaluation.ground_truth import (
     Ids,
@@ -30,6 +31,7 @@ from itm_fast.evaluation.protocols import fold_indices
 from itm_fast.evaluation.score_protocols import Scored
 from itm_fast.evaluation.score_sources import EmbeddingScores, ScoreSource
 from itm_fast.files import regular
+from itm_fast.reference import validation
 
 __all__ = ["score_truth"]
 
@@ -43,7 +45,7 @@ _CLASSES = "instances_val2014.json"
 def score_truth(
     name: str,
     source: ScoreSource,
-    caption_image: Tensor,
+    caption_image: ArrayLike,
     folder: Path,
     ids: Ids,
     *,
@@ -57,7 +59,7 @@ def score_truth(
     Args:
         name: "eccv", "cxc" or "pmrp".
         source: the scores.
-        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        caption_image: index of the image of each caption, integers `(n_captions,)`: a tensor, an array or a list.
         folder: contains the files, under their published names.
         ids: COCO numbers of the images and captions.
         folds: number of folds of consecutive images, for PMRP from classes of objects.
@@ -70,20 +72,23 @@ def score_truth(
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is missing or damaged, or is for other images.
+        TypeError: `caption_image` does not hold integers.
+        ValueError: a file is missing or damaged, or is for other images; or `caption_image` has another length.
     """
+    owners = as_integers("caption_image", caption_image)
+    validation.check_shape("caption_image", owners, (source.n_captions,), "as many as there are captions")
     if not folder.is_dir():
         raise ValueError(f"{folder}: {'expected a folder, found a file' if folder.exists() else 'no such folder'}")
     if name == "cxc":
-        return _cxc(source, caption_image, folder, ids, samples, seed, progress)
+        return _cxc(source, owners, folder, ids, samples, seed, progress)
     if name == "pmrp" and regular.is_present(folder / _CLASSES):
         classes = read_classes(folder / _CLASSES, ids.images)
-        parts = fold_indices(caption_image, source.n_images, folds, None)
+        parts = fold_indices(owners, source.n_images, folds, None)
         measures = Measures([images.numpy() for images, _ in parts], source.n_images)
         for direction in _DIRECTIONS:
             found = [
                 plausible_precision(
-                    source, caption_image, classes, direction, images=images, captions=captions, progress=progress
+                    source, owners, classes, direction, images=images, captions=captions, progress=progress
                 )
                 for images, captions in parts
             ]
@@ -96,7 +101,7 @@ def score_truth(
         raise ValueError(f"{folder}: expected {_CLASSES} of COCO, or pm_image_to_caption.json of ECCV Caption")
     positives = read_positives(folder, "pm" if pm else "eccv", ids)
     measures = Measures([np.arange(source.n_images)], source.n_images)
-    _add_positives(measures, source, caption_image, positives, {"r_precision": "pmrp"} if pm else None, name, progress)
+    _add_positives(measures, source, owners, positives, {"r_precision": "pmrp"} if pm else None, name, progress)
     return _scored(name, measures)
 
 

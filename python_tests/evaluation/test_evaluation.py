@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,6 +168,19 @@ def test_the_first_images_alone() -> None:
     assert evaluate(TableModel(table), Gallery(owners.tolist(), 12), first_images=4) == expected
     halves = evaluate_scores(table, owners, first_images=8, folds=2)
     assert halves == evaluate_scores(table[:8, :40], owners[:40], folds=2)
+
+
+def test_scores_and_owners_may_be_arrays_or_lists() -> None:
+    table, owners = random_table(6, 20), torch.tensor([5, 0, 3, 3, 1] * 4)
+    expected = evaluate_scores(table, owners)
+    assert evaluate_scores(table.numpy(), owners.numpy().astype(np.uint16)) == expected
+    assert evaluate_scores(table.tolist(), owners.tolist()) == expected
+    with pytest.raises(TypeError, match=r"^caption_image: expected integers, got torch.float64$"):
+        evaluate_scores(table, owners.numpy() / 5)
+    with pytest.raises(TypeError, match=r"^scores: expected a tensor, an array or a list of numbers, got "):
+        evaluate_scores([[1.0], [1.0, 2.0]], owners)
+    with pytest.raises(ValueError, match=r"^scores: expected shape \(n_images, n_captions\), got a float32 tensor"):
+        evaluate_scores(table[0], owners)
 
 
 def test_ties_are_passed_on() -> None:

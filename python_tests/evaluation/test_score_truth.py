@@ -69,6 +69,17 @@ def test_eccv_caption(tmp_path: Path) -> None:
         assert scored("eccv", tmp_path, scores) == pytest.approx(plain(scores, *positives), rel=1e-12)
 
 
+def test_owners_may_be_an_array_or_a_list(tmp_path: Path) -> None:
+    truth_of("eccv", tmp_path)
+    source, expected = MatrixScores(table()), scored("eccv", tmp_path)
+    for owners in (OWNERS.tolist(), OWNERS.numpy().astype(np.uint16)):
+        assert score_truth("eccv", source, owners, tmp_path, IDS).summary == expected
+    with pytest.raises(TypeError, match=r"^caption_image: expected integers, got torch.float64$"):
+        score_truth("eccv", source, OWNERS.numpy() / 5, tmp_path, IDS)
+    with pytest.raises(ValueError, match=r"^caption_image: expected shape \(50,\) as many as there are captions, got"):
+        score_truth("eccv", source, OWNERS[1:], tmp_path, IDS)
+
+
 def test_a_positive_that_the_scores_lack_is_not_found(tmp_path: Path) -> None:
     of_images, of_captions = truth_of("eccv", tmp_path)
     path = tmp_path / "eccv_image_to_caption.json"
