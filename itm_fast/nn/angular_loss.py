@@ -40,10 +40,15 @@ class AngularLoss(nn.Module):
         """Return the loss, a scalar, of l2-normalised images (n, d) and captions (n, d); row i of both is a pair.
 
         A single pair has no negative, and the loss 0. It is float32, also under autocast, or float64 for float64.
+
+        Raises:
+            ValueError: a shape or dtype does not fit.
         """
         scores, of_images, of_captions = (
             inner_products(*sides) for sides in ((images, captions), (images, images), (captions, captions))
         )
+        if len(images) != len(captions):
+            raise ValueError(f"captions: expected {len(images)} rows, one for each image, got {len(captions)}")
         return self._of_anchors(scores, of_captions) + self._of_anchors(scores.t(), of_images)
 
     def _of_anchors(self, scores: Tensor, partners: Tensor) -> Tensor:

@@ -61,6 +61,12 @@ def test_an_angle_that_is_none(angle: float) -> None:
         AngularLoss(angle)
 
 
+@pytest.mark.parametrize(("n_images", "n_captions"), [(3, 5), (5, 3), (1, 0)])
+def test_images_without_captions(n_images: int, n_captions: int) -> None:
+    with pytest.raises(ValueError, match=f"^captions: expected {n_images} rows, one for each image, got {n_captions}$"):
+        AngularLoss()(units(n_images, 0), units(n_captions, 1))
+
+
 @pytest.mark.parametrize(("number", "factor"), [(1, 1.0), (20, 1.0), (21, 0.1), (80, 1e-3), (84, 1e-4), (85, 0.0)])
 def test_a_step_adds_the_loss_with_the_decay_of_its_epoch(
     data: Path, tmp_path: Path, number: int, factor: float
