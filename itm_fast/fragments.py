@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree
 
 from itm_fast.files import atomic
 from itm_fast.files.messages import shown
 from itm_fast.files.regular import read_bytes
 
-__all__ = ["Fragments"]
+__all__ = ["Fragments", "check_has_values", "has_values"]
 
 _INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -58,7 +59,7 @@ class Fragments:
             raise ValueError(f"offsets: expected shape (n_sets + 1,), got {tuple(offsets.shape)}")
         if values.device != offsets.device:
             raise ValueError(f"offsets: expected them on {values.device} beside the values, got {offsets.device}")
-        if check and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        if check and offsets.device.type == "cpu" and has_values(offsets):
             _check_offsets(offsets, values.shape[0])
         self.values = values
         self.offsets = offsets
@@ -83,9 +84,9 @@ class Fragments:
     def from_padded(cls, padded: Tensor, lengths: Tensor | None = None, *, mask: Tensor | None = None) -> Fragments:
         """Pack padded sets.
 
-        Works under `torch.compile(fullgraph=True)`. There, padding rows are moved behind the last set instead of
-        removed, because the number of rows in a graph must not depend on values. `trimmed` removes them outside of it;
-        `set_index` and `to_padded` do not work in the same graph.
+        Works under `torch.compile(fullgraph=True)`. There, and with fake or meta tensors, padding rows are moved behind
+        the last set instead of removed, because the number of rows must not depend on values. `trimmed` removes them
+        outside of the graph; `set_index` and `to_padded` do not work inside it.
 
         Args:
             padded: `(n_sets, max_len, d)` floating point.
@@ -115,7 +116,7 @@ class Fragments:
         else:
             lengths = _checked_lengths(lengths, padded)
             valid = torch.arange(max_len, device=padded.device) < lengths[:, None]
-        if not torch.compiler.is_compiling():
+        if has_values(valid):
             return cls(padded[valid], _offsets_of(lengths), check=False)
         return cls._with_rest(padded.flatten(0, 1), valid.flatten(), _offsets_of(lengths))
 
@@ -133,6 +134,7 @@ class Fragments:
         """
         if not self.may_have_rest:
             return self
+        check_has_values("offsets", self.offsets)
         values = self.values[: int(self.offsets[-1])]
         return Fragments(values, self.offsets, check=False, max_length=self._max_length)
 
@@ -269,6 +271,7 @@ class Fragments:
     def max_length(self) -> int:
         """Number of rows of the longest set. The first use reads the offsets on the host."""
         if self._max_length is None:
+            check_has_values("offsets", self.offsets)
             self._max_length = int(self.lengths.max()) if len(self) else 0
         return self._max_length
 
@@ -321,6 +324,17 @@ class Fragments:
         return f"Fragments(sets={len(self)}, rows={rows}, d={dim}, dtype={self.dtype}, device='{self.device}')"
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether code may branch on the values: not in a compiled graph, nor for a fake or meta tensor."""
+    return not torch.compiler.is_compiling() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+
+
+def check_has_values(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a fake or meta tensor; inside a compiled graph all tensors pass."""
+    if not torch.compiler.is_compiling() and not has_values(tensor):
+        raise ValueError(f"{name}: expected a tensor with values, got a fake or meta tensor, which has only a shape")
+
+
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
@@ -333,8 +347,7 @@ def _checked_lengths(lengths: object, padded: Tensor) -> Tensor:
     if lengths.shape != padded.shape[:1]:
         raise ValueError(f"lengths: expected shape ({padded.shape[0]},), got {tuple(lengths.shape)}")
     lengths, max_len = lengths.to(padded.device, torch.int64), padded.shape[1]
-    readable = padded.device.type == "cpu" and not torch.compiler.is_compiling()
-    if readable and bool(((lengths < 0) | (lengths > max_len)).any()):
+    if padded.device.type == "cpu" and has_values(lengths) and bool(((lengths < 0) | (lengths > max_len)).any()):
         raise ValueError(
             f"lengths: expected values from 0 to {max_len}, got {int(lengths.min())} to {int(lengths.max())}"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from itm_fast.fragments import Fragments
+from itm_fast.fragments import Fragments, check_has_values
 
 __all__ = ["GeneralizedPooling"]
 
@@ -62,6 +62,7 @@ class GeneralizedPooling(nn.Module):
         sets = _as_sets(features, lengths)
         sets = sets if torch.compiler.is_compiling() else sets.trimmed()
         values = sets.values.to(torch.promote_types(sets.dtype, torch.float32))
+        check_has_values("features", sets.offsets)
         counts = sets.lengths.cpu()
         if not len(counts):
             return values.new_zeros(0, values.shape[1])
@@ -104,13 +105,13 @@ class GeneralizedPooling(nn.Module):
         self._kept, self._kept_for = {}, (self.temperature, present)
 
     def _computed(self, lengths: Sequence[int]) -> Tensor:
-        counts = torch.tensor(lengths)
+        counts = torch.tensor(lengths, device="cpu")
         longest = int(counts.max())
         places = _encodings(longest, self.position_dim).to(self.linear.weight)
         inputs = pack_padded_sequence(places[:, None].expand(-1, len(counts), -1), counts, enforce_sorted=False)
         forward, backward = pad_packed_sequence(self.gru(inputs)[0])[0].chunk(2, dim=-1)
         scores = self.linear((forward + backward) / 2).squeeze(-1).t()
-        behind = (torch.arange(longest) >= counts[:, None]).to(scores.device)
+        behind = (torch.arange(longest, device="cpu") >= counts[:, None]).to(scores.device)
         return torch.softmax((scores / self.temperature).masked_fill(behind, -math.inf), dim=1)
 
 
@@ -127,8 +128,8 @@ def _ascending(values: Tensor) -> Tensor:
 
 def _encodings(length: int, width: int) -> Tensor:
     """Return sinusoidal position encodings, float64 `(length, width)` (Vaswani et al., 2017)."""
-    rates = 10000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
+    rates = 10000 ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
+    angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).reshape(length, width)
 
 

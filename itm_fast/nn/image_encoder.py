@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from itm_fast.fragments import Fragments
+from itm_fast.fragments import Fragments, has_values
 from itm_fast.nn.normalization import l2norm
 from itm_fast.reference import validation
 
@@ -66,7 +66,7 @@ def detach_blank_rows(embedded: Tensor, rows: Tensor) -> Tensor:
         return embedded
     blank = ~rows.any(dim=1, keepdim=True)
     # Most batches have none. On a GPU, asking would cost more than the selection.
-    if rows.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(blank.any()):
+    if rows.device.type == "cpu" and has_values(rows) and not bool(blank.any()):
         return embedded
     return torch.where(blank, embedded.detach(), embedded)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from itm_fast.fragments import Fragments
+from itm_fast.fragments import Fragments, check_has_values
 
 __all__ = ["Packing", "padded_rows", "rows_of_padded"]
 
@@ -22,15 +22,25 @@ class Packing:
     Args:
         lengths: (n,) integers, the number of rows of each set.
         device: device of the rows.
+
+    Raises:
+        ValueError: `lengths` is a fake or meta tensor, which has no values.
+        RuntimeError: under torch.export.
     """
 
     def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                "lengths: torch.export does not know their values, by which sets are packed; use "
+                "itm_fast.adapters.onnx.export_onnx for caption encoders"
+            )
+        check_has_values("lengths", lengths)
         lengths = lengths.to("cpu", torch.int64)
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        offsets = lengths.new_zeros(len(lengths) + 1)
         torch.cumsum(lengths, 0, out=offsets[1:])
         self.n_rows = int(offsets[-1])
         sorted_lengths, order = torch.sort(lengths, descending=True, stable=True)
-        steps = torch.arange(int(sorted_lengths[0]) if len(lengths) else 0)[:, None]
+        steps = torch.arange(int(sorted_lengths[0]) if len(lengths) else 0, device="cpu")[:, None]
         active = steps < sorted_lengths  # (max_length, n), time-major
         self.batch_sizes = active.sum(dim=1)  # PackedSequence wants it on the CPU
         sets = order.expand_as(active)[active]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from itm_fast.fragments import Fragments
+from itm_fast.fragments import Fragments, has_values
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.packing import Packing
 from itm_fast.reference import validation
@@ -87,7 +87,7 @@ def check_captions(token_ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
             f"lengths: expected an integer tensor of shape ({token_ids.shape[0]},), "
             f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
         )
-    if token_ids.device.type != "cpu" or token_ids.numel() == 0:
+    if token_ids.device.type != "cpu" or token_ids.numel() == 0 or not has_values(token_ids):
         return
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= vocab_size:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from itm_fast.fragments import check_has_values
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.precision import autocast_state
 from itm_fast.ops.replay import as_it_was, drew, random_state
@@ -82,6 +83,7 @@ def gradient_sparse_scores(
         Scores `(n_rows, n_columns)`.
     """
     row_side, row_tensors = side_of("images", rows)
+    check_has_values("images", row_tensors[0])
     column_side, column_tensors = side_of("captions", columns)
     tensors = (*row_tensors, *column_tensors, *weights)
     refuse_transforms("gradient_sparse_scores", *tensors)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from itm_fast import reference
-from itm_fast.fragments import Fragments
+from itm_fast.fragments import Fragments, has_values
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.cross_attention import check_fragments, check_same_space, score_dtype
 from itm_fast.ops.library import register_fake, use_native
@@ -65,7 +65,7 @@ def _check_pairs(pairs: object, queries: Fragments, contexts: Fragments) -> None
     validation.check_shape("pairs", pairs, (pairs.shape[0], 2), "of query set and context set")
     validation.check_same_device("pairs", pairs, "queries", queries.values)
     # Reading values would break the torch.compile graph and synchronize the GPU. The CPU kernel checks them again.
-    if torch.compiler.is_compiling() or not (pairs.device.type == "cpu" or validation.debugging()):
+    if not has_values(pairs) or not (pairs.device.type == "cpu" or validation.debugging()):
         return
     for column, (name, count) in enumerate((("query", len(queries)), ("context", len(contexts)))):
         outside = ((pairs[:, column] < 0) | (pairs[:, column] >= count)).nonzero()

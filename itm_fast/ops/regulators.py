@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from itm_fast import reference
-from itm_fast.fragments import Fragments
+from itm_fast.fragments import Fragments, has_values
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, longest_set, score_dtype
 from itm_fast.ops.gradient_sparse import Listed, gradient_sparse_scores
@@ -120,7 +120,7 @@ def regulated_scores(
 
     if native:
         return _native_scores(queries, contexts, parameters, dropout, seed, precision, **options)
-    if torch.compiler.is_compiling():
+    if not has_values(queries.values):
         with without_autocast(queries.device.type):
             return reference.regulated_scores_packed(
                 queries, contexts, parameters, dropout=dropout, seed=seed, **options

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from itm_fast.fragments import Fragments
+from itm_fast.fragments import Fragments, has_values
 from itm_fast.reference.half_precision import float16_in_float32
 from itm_fast.reference.norms import norm
 
@@ -270,8 +270,8 @@ def _packed_block(
     mixed = torch.bmm(attention.transpose(0, 1), gram).transpose(0, 1)
     squared = (attention * mixed).sum(dim=2)
     dot = (attention * dots).sum(dim=2)
-    # torch.compile does not support branches that depend on tensor values.
-    if not torch.compiler.is_compiling():
+    # Neither torch.compile nor fake and meta tensors support branches that depend on values.
+    if has_values(squared):
         squared, dot = _form_where_lost(query, context, attention, gram, squared, dot)
     # The square root has no derivative at 0. Use 0 as the gradient there.
     attended_norm = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
