@@ -54,7 +54,7 @@ PERFORMANCE = ROOT / "docs" / "performance"
 # The pages of results by the papers' short names, and the experiments on their claims.
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
-EXPERIMENTS["rcar"].append("rcar-scenes")
+EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-scenes"]
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 EXPERIMENTS["fdf"] += ["fdf-variants", "fdf-start", "fdf-heads"]
@@ -170,6 +170,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         ),
         "kernel_times": measured("kernel_times", kernel_times.markdown, "python -m benchmarks.kernel_times NAME {}"),
         "long_sets": measured("long_sets", long_sets.markdown, "python -m benchmarks.long_sets --json {}"),
+        "long_sets_rcar": measured(
+            "long_sets_rcar", long_sets.markdown, "python -m benchmarks.long_sets --model rcar --json {}"
+        ),
         "laps": measured("laps", laps.markdown, "python -m benchmarks.laps --json {}"),
         "scenarios": measured("scenarios", scenarios.markdown, "python -m benchmarks.scenarios --json {}"),
         "micro_batches": measured(
