@@ -54,7 +54,8 @@ REASONS = (
     Reason(
         (*_of_scores("float, 3,"), "score_long_tiles<"),
         (96,),
-        f"{_SPLIT}, 264 for 24 pairs; 64 additions of slices; 30 for copies; 12 loads of fragments.",
+        f"{_SPLIT}, 264 for 24 pairs; 64 additions of slices; 29 to 39 for copies; 12 loads of fragments. On sm_80 and "
+        "sm_90 `score_long_tiles` also accesses local memory.",
         "Below 91. Splitting in the first launch would copy 6 bytes per number instead of 4, and load 1.5 times "
         "the fragments. Fragments of float32 are not loaded ahead: splitting hides the latency of loads and needs the "
         "registers. `score_long_tiles` multiplies float32 Gram matrices in three parts for every dtype.",
@@ -76,9 +77,9 @@ REASONS = (
     Reason(
         _of_scores("float, 1,"),
         (16,),
-        "24 conversions, 30 for copies, 12 loads of fragments; the rest decides which products to skip.",
+        "24 conversions, 30 to 33 for copies, 12 loads of fragments; the rest decides which products to skip.",
         'Bound by issue slots on an A100 and an H200. Only float32 rows with precision "medium" take this loop; 16-bit '
-        "rows, as under autocast, take one with 32 to 36 other instructions. Two blocks per multiprocessor leave no "
+        "rows, as under autocast, take one with 32 to 43 other instructions. Two blocks per multiprocessor leave no "
         "registers for a loop without decisions. "
         "One block of `score_tile` and `score_maxsim` fits on sm_86 and sm_89, "
         "and one of `matching_loss` below sm_90: there `matching_loss` has no bound on registers, and the bound of the "
@@ -87,7 +88,7 @@ REASONS = (
     Reason(
         ("differentiate_regulation<",),
         (96,),
-        f"{_SPLIT}, 264; 64 additions of slices; 66 for copies; 54 NOP between dependent HMMA on sm_90.",
+        f"{_SPLIT}, 264; 64 additions of slices; 70 for copies; 54 NOP between dependent HMMA on sm_90.",
         "Below 91. Rows may end within a copy, so each computes its size: the backward's rows are not padded.",
     ),
     Reason(
@@ -130,7 +131,7 @@ REASONS = (
     Reason(
         tuple(f"{kernel}{dtype}, 1," for kernel in _SPILLING for dtype in ("BFloat16", "Half")),
         (32, 36, 72, 120),
-        "Up to 40, or 54 with additions of steps; on sm_80 and sm_90 also accesses to local memory.",
+        "Up to 43, or 54 with additions of steps; where the kernel spills, also accesses to local memory.",
         "Two blocks per multiprocessor leave 128 registers. An H200 is faster with them, or as fast.",
     ),
     Reason(
@@ -142,13 +143,13 @@ REASONS = (
     Reason(
         ("regulate_tiles<BFloat16, 1,",),
         (32,),
-        "12 loads of fragments, 35 for copies, 4 WARPSYNC before row tiles on sm_90.",
-        "Below 91, and 33 on other architectures. Shared memory takes longer than issue slots.",
+        "12 loads of fragments, 37 for copies, 4 WARPSYNC before row tiles on sm_90.",
+        "Below 91, and 33 on sm_86 and sm_89. Shared memory takes longer than issue slots.",
     ),
     Reason(
         ("differentiate_regulation<",),
         (72,),
-        f"{_SPLIT}, 220 for 20 pairs; 48 additions of slices; 40 loads of operands; 66 for copies; 35 to find the "
+        f"{_SPLIT}, 220 for 20 pairs; 48 additions of slices; 40 loads of operands; 119 for copies; 35 to find the "
         "next term.",
         "Bound by issue slots on an H200. Storing the gradients in parts would save 132, but each kept step would "
         "take 1.5 times the memory. Its copies compute their sizes, as above.",
@@ -169,13 +170,13 @@ REASONS = (
     Reason(
         ("prepare_scores<BFloat16,", "prepare_scores<Half,"),
         (32,),
-        "12 loads of fragments, 21 for copies; the rest skips rows and columns that a set does not have.",
+        "12 loads of fragments, 18 to 21 for copies; the rest skips rows and columns that a set does not have.",
         "Below 91: not bound by issue slots.",
     ),
     Reason(
         ("backpropagate_pairs<BFloat16>", "backpropagate_pairs<Half>"),
         (12,),
-        "Raw scores of a tile: 29 for copies; the rest loads fragments and skips rows and columns that a tile does not "
+        "Raw scores of a tile: 28 for copies; the rest loads fragments and skips rows and columns that a tile does not "
         "have.",
         "Below 91. The gradients of a tile's scores take longer, on the ordinary units.",
     ),

@@ -1,6 +1,7 @@
 """The table of resources that the CUDA kernels use: parsing of compiler output, failures, and completeness."""
 
 import json
+import math
 import re
 import struct
 from dataclasses import asdict, replace
@@ -269,6 +270,114 @@ def test_a_reason_names_the_gpus_on_which_issue_slots_bind() -> None:
         assert above == [device for device in (sentence.groups() if sentence else ()) if device], (kernel, tensor)
         bound += bool(above)
     assert bound
+
+
+def test_reasons_state_the_counts_of_the_page() -> None:
+    """Instructions for copies on sm_90. Other instructions of loops of 16-bit rows on all architectures."""
+    text = cuda_resources.PAGE.read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.split("\n## ")[1].splitlines() if line.startswith("| `")]
+    copying: dict[str, set[int]] = {}
+    beside: dict[int, list[float]] = {}
+    for name, tensor, copies, others, _, per_copy, *_ in rows:
+        kernel = name.strip("` ")
+        if reason := loop_reasons.reason_of(kernel, int(tensor)):
+            copying.setdefault(reason.instructions, set()).add(round(float(per_copy.split("/")[-1]) * int(copies)))
+        if kernel.startswith(("score_", "matching_loss<")) and "float, " not in kernel:
+            beside.setdefault(int(tensor), []).extend(map(float, others.split("/")))
+    stated = 0
+    for instructions, counts in copying.items():
+        if found := re.search(r"([\d to]+) for copies", instructions):
+            assert found[1].strip() == " to ".join(map(str, sorted({min(counts), max(counts)}))), instructions
+            stated += 1
+    assert stated == 9
+    medium = loop_reasons.reason_of("score_tile<float, 1,", 16)
+    spilling = loop_reasons.reason_of("matching_loss<TripletProblem<float>, Half, 1,", 32)
+    assert medium is not None
+    assert spilling is not None
+    assert f"take one with {min(beside[32]):.0f} to {max(beside[32]):.0f} other instructions" in medium.why
+    most = max(*beside[32], *beside[72])
+    assert f"Up to {most:.0f}, or {max(beside[120]):.0f} with additions of steps" in spilling.instructions
+
+
+def cells_of(prefix: str, column: int, section: int = 0) -> list[dict[int, float]]:
+    """Return a column of a section of the committed page, by architecture, for the kernels with this prefix."""
+    lines = cuda_resources.PAGE.read_text(encoding="utf-8").split("\n## ")[section].splitlines()
+    cells = [line.strip("| ").split(" | ")[column].split("/") for line in lines if line.startswith(f"| `{prefix}")]
+    assert cells, prefix
+    per = len(ARCHITECTURES)
+    return [dict(zip(ARCHITECTURES, map(float, cell * (per // len(cell))), strict=True)) for cell in cells]
+
+
+def of_hopper(prefix: str, column: int, section: int = 0) -> float:
+    """Return the number that all kernels with this prefix have on sm_90."""
+    [number] = {cell[90] for cell in cells_of(prefix, column, section)}
+    return number
+
+
+def counted(kernel: str, loop: str) -> float:
+    """Return the instructions of a loop of the cost model on sm_90."""
+    entries = json.loads(cuda_resources.LOOP_COUNTS.read_text())["loops"]
+    [found] = [entry for entry in entries if entry["kernel"].startswith(kernel) and entry["loop"] == loop]
+    return float(found["counts"]["sm_90"]["instructions"])
+
+
+def spans(cells: list[dict[int, float]], *architectures: int) -> tuple[float, float]:
+    numbers = [cell[number] for cell in cells for number in architectures]
+    return min(numbers), max(numbers)
+
+
+def test_the_pages_on_design_state_the_committed_counts() -> None:
+    registers, spilled, beside, slow = 1, 5, 3, 8  # columns
+    tile, kinds = "ProductTile<112, 128, 2, 4, 4, 256>", ("BFloat16, 1,", "Half, 1,", "float, 1,")
+
+    def matching(column: int, products: str, directions: int, problem: str = "Triplet", section: int = 0) -> float:
+        name = f"matching_loss<{problem}Problem<float>, {products} {tile}, {directions}>"
+        return of_hopper(name, column, section)
+
+    one_part = [
+        cell
+        for problem in ("Triplet", "Boosting")
+        for products in kinds
+        for cell in cells_of(f"matching_loss<{problem}Problem<float>, {products}", registers)
+    ]
+    prepared = [cell for dtype in ("BFloat16", "Half") for cell in cells_of(f"prepare_scores<{dtype},", beside, 1)]
+    fewest, most = spans(one_part, 80, 86, 89)
+    lowest, highest = spans(cells_of("score_long_tiles<", spilled), 80, 90)
+    assert spans(cells_of("score_long_tiles<", spilled), 86, 89) == (0, 0)
+    assert spans(cells_of("score_long_tiles<", registers), 80, 90) == (128, 128)
+    assert spans(cells_of("backpropagate_pairs<", spilled), *ARCHITECTURES) == (0, 0)
+    of_other_regulators = [
+        cell for kind in ("BFloat16, 1", "float, 2") for cell in cells_of(f"regulate_tiles<{kind}", slow, 1)
+    ]
+    assert spans(of_other_regulators, *ARCHITECTURES) == (0, 0)
+    assert [set(cell.values()) for cell in cells_of("regulate_tiles<float, 3,", slow, 1)] == [{1}, {2}]
+    less, more = spans(prepared, *ARCHITECTURES)
+    [backward] = cells_of("backpropagate_pairs<BFloat16>", registers)
+    assert len(set(backward.values())) == 1
+    design = [
+        f"issues {math.floor(less)} to {math.ceil(more)} instructions beside 16 HMMA for rows of 16 bits",
+        f"the goal of {loop_reasons.GOAL[0]}, and {of_hopper('prepare_scores<float,', beside, 1):.0f} for float32",
+        f"take {counted('backpropagate_pairs<', 'block statistics'):.0f} instructions per raw score. With bfloat16 it "
+        f"takes {backward[90]:.0f} registers; no type spills",
+        f"`regulate_tiles` has {counted('regulate_tiles<', 'attention'):.0f} instructions per query",
+        f"128 registers, and spill {lowest:.0f} to {highest:,.0f} bytes. On sm_86 and sm_89 one block fits",
+        f"take {matching(registers, 'float, 3,', 2):.0f} registers, and {matching(registers, 'float, 3,', 1):.0f} with",
+        f"spill {matching(spilled, 'Half, 1,', 2):,.0f} bytes, and {matching(spilled, 'Half, 1,', 1):.0f} with one "
+        f"direction; boosting losses spill {matching(spilled, 'Half, 1,', 2, 'Boosting'):,.0f} and "
+        f"{matching(spilled, 'Half, 1,', 1, 'Boosting'):.0f}. The main loop issues "
+        f"{matching(beside, 'Half, 1,', 2, section=1):.0f} and {matching(beside, 'Half, 1,', 1, section=1):.0f} instr",
+        f"products of one part take {fewest:.0f} to {most:.0f} registers and do not spill",
+        "the main loops of `regulate_tiles<float, 3>` access local memory: once with at most 64 columns, else twice",
+    ]
+    kernel = "score_tile<BFloat16, 1,"
+    norms = kernels.attended_norms(kernels.LANES / kernels.REGIONS)
+    hopper = [
+        f"take about {counted(kernel, 'statistics') + counted(kernel, 'attention'):.0f} of them",
+        f"the Gram rows and blocks another {sum(work * counted(kernel, loop) for loop, work in norms.items()):.0f}.",
+    ]
+    for name, sentences in (("design.md", design), ("hopper.md", hopper)):
+        text = " ".join((ROOT / "docs/internals" / name).read_text(encoding="utf-8").split())
+        assert [sentence for sentence in sentences if sentence not in text] == []
 
 
 SOURCE = """\
