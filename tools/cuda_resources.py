@@ -169,12 +169,29 @@ LOOPS = """
 ## Main loops
 
 The innermost loops of a kernel that multiply matrices and copy the operands of a later product, counted from the
-disassembly. Of loops with the same number of HMMA, longer ones for rare cases, such as unaligned rows, are left out.
-Loops include code that they skip, such as that for rows that a set does not have. The instructions per copy are the
-copy itself and those that compute its addresses and conditions. Loads from global memory are scalar if they have at
-most 4 bytes. Slow accesses go to local memory, or to memory of unknown kind. `.ci/run` fails if a loop exceeds its
-budget, or has more slow accesses than `MAY_SPILL` allows. Values that differ between architectures are listed in the
-order above.
+disassembly. Loops include code that they skip, such as that for rows that a set does not have. The instructions per
+copy are the copy itself and those that compute its addresses and conditions. Loads from global memory are scalar if
+they have at most 4 bytes. Slow accesses go to local memory, or to memory of unknown kind. `.ci/run` fails if a loop of
+the table exceeds its budget, or has more slow accesses than `MAY_SPILL` allows. Values that differ between
+architectures are listed in the order above.
+
+Of the loops of a kernel with the same number of HMMA, the table has the shortest one. It leaves out:
+
+- Loops that compare rows and columns with those of the operands, and skip the others. In `score_tile`,
+  `score_long_tiles`, `score_maxsim` and `matching_loss`, a product of aligned rows takes one unless it has more than 96
+  rows and more than 64 columns; in blocks of scores of `backpropagate_pairs`, unless it has more than 64 rows. On
+  sm_90, that of `score_tile` for rows of 16 bits issues about twice as many other instructions as the loop in the
+  table. Tiles of 112 rows hold whole sets. Three sets of 36 contexts have 108 rows, so one tile of a batch takes the
+  loop: the last, if it has fewer sets. Sets of 38 to 48 and of 57 to 96 contexts leave more than 15 rows of each tile
+  empty, and always take it. So does the second of the two pieces of a set of 196 contexts, which has 84 rows. Kernels
+  of `float, 1` have no other loop for aligned rows, so the table has it.
+- Loops of `regulate_tiles` for more than 64 columns that skip groups of 16 rows, for `BFloat16, 1` and `float, 2`.
+  Tiles of at most 96 query rows take them.
+- In kernels that prepare operands, loops for two different runs of 64 rows of a set. Six of the ten products of a set
+  of 196 contexts take them.
+- Loops that copy numbers one by one, without asynchronous copies. Only rows that are not aligned to 16 bytes take them.
+- Second copies of loops. `matching_loss` for both directions has one for each direction, and both score all pairs.
+  `score_long_tiles` has one for short and one for long sets.
 
 """
 

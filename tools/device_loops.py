@@ -82,7 +82,8 @@ def main_loops(cubin: bytes) -> dict[str, tuple[Loop, ...]]:
 def loops_of(code: list[str], labels: dict[str, int]) -> tuple[Loop, ...]:
     """Return the innermost loops with HMMA and asynchronous copies, by their number of HMMA.
 
-    Of loops with the same number only the shortest counts: longer ones are for rare cases, such as unaligned rows.
+    Of loops with the same number only the shortest counts. Longer ones also run: they serve tiles that are not full,
+    and the second direction of a loss.
     `labels` maps the labels to positions in `code`.
     """
     innermost: list[tuple[int, int]] = []

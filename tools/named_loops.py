@@ -26,7 +26,8 @@ HEAD = """
 [Predictions](../performance/predictions.md) multiplies these counts with amounts of work. `cuda_loops.json` holds them
 for every architecture. Instructions are those of a warp for one unit of work in every lane. `regulate_tiles` has
 branches that the default options never take, whose instructions count, too. A cycle of shared memory moves 128 bytes;
-conflicts between banks are not counted.
+conflicts between banks are not counted. Of several such loops of a kernel the fastest counts, as if all tiles were
+full. So predictions leave out the [slower loops](#main-loops). With 196 contexts, these multiply 84 of the rows.
 
 """
 

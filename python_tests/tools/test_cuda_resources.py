@@ -380,6 +380,26 @@ def test_the_pages_on_design_state_the_committed_counts() -> None:
         assert [sentence for sentence in sentences if sentence not in text] == []
 
 
+def test_the_page_states_which_products_take_the_loops_that_it_leaves_out() -> None:
+    """A product is whole if it reaches into the last groups of 16 rows, and of 16 columns per warp (multiply_tile)."""
+    text = " ".join(cuda_resources.PAGE.read_text(encoding="utf-8").split())
+    assert " ".join(cuda_resources.LOOPS.split()) in text
+    found = re.search(r"`score_tile<BFloat16, 1, ProductTile<(\d+), (\d+), 2, (\d+),", text)
+    assert found is not None
+    rows, columns, warps = map(int, found.groups())
+    most_rows, most_columns = rows - 16, columns - 16 * warps
+    assert f"unless it has more than {most_rows} rows and more than {most_columns} columns" in text
+    assert f"Three sets of 36 contexts have {rows // 36 * 36} rows" in text
+    assert rows // 36 * 36 > most_rows
+    # Sets of the same length.
+    never_whole = {length for length in range(36, rows + 1) if rows // length * length <= most_rows}
+    assert never_whole == {*range(38, 49), *range(57, 97)}
+    assert "Sets of 38 to 48 and of 57 to 96 contexts" in text
+    assert f"the two pieces of a set of 196 contexts, which has {196 - rows} rows" in text
+    assert 196 - rows <= most_rows
+    assert f"With 196 contexts, these multiply {196 - rows} of the rows" in text
+
+
 SOURCE = """\
 ITM_FAST_DEVICE void outer(int n) {
   for (;;) inner(n);
