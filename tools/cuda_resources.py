@@ -26,7 +26,7 @@ import device_code
 import loop_reasons
 import named_loops
 from cuda_sources import ARCHITECTURES, LOOP_COUNTS, ROOT, compiler_release, digest
-from device_loops import Loop, main_loops
+from device_loops import Loop, TensorLoops, tensor_loops
 from native_build import find_torch
 
 PAGE = LOOP_COUNTS.with_name("cuda_resources.md")
@@ -38,13 +38,15 @@ class Spill:
 
     Attributes:
         spilled: bytes stored and loaded.
-        slow: accesses to local memory in a main loop.
+        slow: slow accesses in a main loop.
+        local: accesses to local memory in any loop with HMMA.
         why: why it spills.
         only_on: the only architectures where it may spill, or None for all.
     """
 
     spilled: int
     slow: int
+    local: int
     why: str
     only_on: tuple[int, ...] | None = None
 
@@ -63,27 +65,33 @@ MAY_SPILL: dict[str, Spill] = {
         *limits, _TWO_BLOCKS, only_on=(90,)
     )
     for (problem, directions), of_products in {
-        ("TripletProblem", 1): {"BFloat16, 1,": (628, 8), "Half, 1,": (628, 8), "float, 1,": (360, 7)},
-        ("TripletProblem", 2): {"BFloat16, 1,": (1332, 12), "Half, 1,": (1332, 12), "float, 1,": (668, 11)},
-        ("BoostingProblem", 1): {"BFloat16, 1,": (700, 8), "Half, 1,": (700, 8), "float, 1,": (432, 7)},
-        ("BoostingProblem", 2): {"BFloat16, 1,": (1440, 12), "Half, 1,": (1440, 12), "float, 1,": (776, 11)},
+        ("TripletProblem", 1): {"BFloat16, 1,": (628, 8, 25), "Half, 1,": (628, 8, 25), "float, 1,": (360, 7, 7)},
+        ("TripletProblem", 2): {"BFloat16, 1,": (1332, 12, 30), "Half, 1,": (1332, 12, 30), "float, 1,": (668, 11, 11)},
+        ("BoostingProblem", 1): {"BFloat16, 1,": (700, 8, 25), "Half, 1,": (700, 8, 25), "float, 1,": (432, 7, 7)},
+        ("BoostingProblem", 2): {
+            "BFloat16, 1,": (1440, 12, 30),
+            "Half, 1,": (1440, 12, 30),
+            "float, 1,": (776, 11, 11),
+        },
     }.items()
     for products, limits in of_products.items()
 } | {
     **{
         f"score_long_tiles<{products}": Spill(*limits, _MORE_WARPS, only_on=(80, 90))
         for products, limits in {
-            "BFloat16, 1,": (1740, 7),
-            "Half, 1,": (2496, 32),
-            "float, 1,": (1372, 22),
-            "float, 2,": (1440, 11),
-            "float, 3,": (2032, 9),
+            "BFloat16, 1,": (1740, 7, 16),
+            "Half, 1,": (2496, 32, 32),
+            "float, 1,": (1372, 22, 22),
+            "float, 2,": (1440, 11, 14),
+            "float, 3,": (2032, 9, 20),
         }.items()
     },
-    "regulate_tiles<BFloat16, 1,": Spill(3516, 0, _MORE_WARPS, only_on=(80, 90)),
-    "regulate_tiles<float, 2,": Spill(1676, 0, _MORE_WARPS),
-    "regulate_tiles<float, 3,": Spill(2524, 2, _MORE_WARPS),
-    "differentiate_regulation<": Spill(1288, 7, "Numbers that are loaded ahead. It is faster with them on an H200."),
+    "regulate_tiles<BFloat16, 1,": Spill(3516, 0, 10, _MORE_WARPS, only_on=(80, 90)),
+    "regulate_tiles<float, 2,": Spill(1676, 0, 0, _MORE_WARPS),
+    "regulate_tiles<float, 3,": Spill(2524, 2, 2, _MORE_WARPS),
+    "differentiate_regulation<": Spill(
+        1288, 7, 14, "Numbers that are loaded ahead. It is faster with them on an H200."
+    ),
 }
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
 MUST_USE_TENSOR_CORES = (
@@ -177,21 +185,35 @@ architectures are listed in the order above.
 
 Of the loops of a kernel with the same number of HMMA, the table has the shortest one. It leaves out:
 
-- Loops that compare rows and columns with those of the operands, and skip the others. In `score_tile`,
-  `score_long_tiles`, `score_maxsim` and `matching_loss`, a product of aligned rows takes one unless it has more than 96
-  rows and more than 64 columns; in blocks of scores of `backpropagate_pairs`, unless it has more than 64 rows. On
-  sm_90, that of `score_tile` for rows of 16 bits issues about twice as many other instructions as the loop in the
-  table. Tiles of 112 rows hold whole sets. Three sets of 36 contexts have 108 rows, so one tile of a batch takes the
-  loop: the last, if it has fewer sets. Sets of 38 to 48 and of 57 to 96 contexts leave more than 15 rows of each tile
-  empty, and always take it. So does the second of the two pieces of a set of 196 contexts, which has 84 rows. Kernels
-  of `float, 1` have no other loop for aligned rows, so the table has it.
+- Loops that compare each group of rows and columns with the operands, and skip groups that these do not have. In
+  `score_tile`, `score_long_tiles`, `score_maxsim` and `matching_loss`, a product of aligned rows takes such a loop
+  unless it has more than 96 rows and more than 64 columns; in blocks of scores of `backpropagate_pairs`, unless it has
+  more than 64 rows. On sm_90, that of `score_tile` for rows of 16 bits issues about twice as many other instructions as
+  the loop in the table. Tiles of 112 rows hold whole sets. Three sets of 36 contexts have 108 rows, so one tile of a
+  batch takes the loop: the last, if it has fewer sets. Sets of 38 to 48 and of 57 to 96 contexts leave more than 15
+  rows of each tile empty, and always take it. So does the second of the two pieces of a set of 196 contexts, which has
+  84 rows. Kernels of `float, 1` have no other loop for aligned rows, so the table has it.
 - Loops of `regulate_tiles` for more than 64 columns that skip groups of 16 rows, for `BFloat16, 1` and `float, 2`.
   Tiles of at most 96 query rows take them.
 - In kernels that prepare operands, loops for two different runs of 64 rows of a set. Six of the ten products of a set
   of 196 contexts take them.
 - Loops that copy numbers one by one, without asynchronous copies. Only rows that are not aligned to 16 bytes take them.
 - Second copies of loops. `matching_loss` for both directions has one for each direction, and both score all pairs.
-  `score_long_tiles` has one for short and one for long sets.
+  `score_long_tiles` has one for short and one for long sets. `differentiate_regulation` has one for gradients of
+  weights and one for those of contexts; `backpropagate_pairs` one for gradients of contexts and one for those of
+  queries.
+- Other loops with as many HMMA as one in the table: in `backpropagate_pairs<Half>`, those of the gradients of contexts
+  and queries from lists of pairs. The loop in the table with 72 HMMA adds up matrices of three parts.
+
+"""
+
+
+LOCAL = """
+## Local memory in loops
+
+The most accesses to local memory of any loop with HMMA, including loops that the table above leaves out, for kernels
+that have some. The limit is that of `MAY_SPILL`. `.ci/run` fails if a kernel exceeds it. It also fails if any innermost
+loop with HMMA and asynchronous copies has scalar loads, or accesses to memory of unknown kind.
 
 """
 
@@ -206,16 +228,18 @@ class Usage:
     spilled: int
     tensor: int = 0  # HMMA instructions
     dynamic: int = 0
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[Loop, ...] = ()  # main loops
+    unusual: int = 0  # see TensorLoops
+    local: int = 0
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The report of ptxas; HMMA and main loops by architecture and mangled name; named loops by architecture."""
+    """The report of ptxas; HMMA and their loops by architecture and mangled name; named loops by architecture."""
 
     report: str
     tensor: dict[tuple[int, str], int]
-    loops: dict[tuple[int, str], tuple[Loop, ...]]
+    loops: dict[tuple[int, str], TensorLoops]
     named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]]
 
 
@@ -255,7 +279,7 @@ def read_kernels(folder: Path, report: str) -> Compiled:
                 raise SystemExit(f"cuda_resources: no machine code of {source.name} for sm_{number} in {folder}")
             files.append((number, found[0].read_bytes()))
     tensor = {(number, name): n for number, elf in files for name, n in device_code.count_instructions(elf).items()}
-    loops = {(number, name): found for number, elf in files for name, found in main_loops(elf).items()}
+    loops = {(number, name): found for number, elf in files for name, found in tensor_loops(elf).items()}
     named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]] = {number: {} for number in built}
     for number, elf in files:
         named[number].update(named_loops.named_loops(elf, short_name))
@@ -288,11 +312,11 @@ def short_name(mangled: str) -> str:
 
 
 def parse(
-    report: str, tensor: dict[tuple[int, str], int], loops: dict[tuple[int, str], tuple[Loop, ...]] | None = None
+    report: str, tensor: dict[tuple[int, str], int], loops: dict[tuple[int, str], TensorLoops] | None = None
 ) -> list[Usage]:
     """Parse the kernels of a report of `ptxas -v`.
 
-    `tensor` and `loops` map architecture and mangled name to the HMMA count and the main loops.
+    `tensor` and `loops` map architecture and mangled name to the HMMA and the loops that have them.
     """
     found = []
     for part in re.split(r"(?=ptxas info\s+: Compiling entry function)", report)[1:]:
@@ -308,9 +332,14 @@ def parse(
         size = int(shared[1]) if shared else 0
         architecture = int(head[2])
         counted = tensor[architecture, head[1]]
-        of_kernel = (loops or {}).get((architecture, head[1]), ())
+        of_kernel = (loops or {}).get((architecture, head[1]), TensorLoops())
         found.append(
-            Usage(short_name(head[1]), architecture, int(used[1]), size, stack, spilled, counted, loops=of_kernel)
+            Usage(
+                *(short_name(head[1]), architecture, int(used[1]), size, stack, spilled, counted),
+                loops=of_kernel.main,
+                unusual=of_kernel.unusual,
+                local=of_kernel.local,
+            )
         )
     return found
 
@@ -337,7 +366,8 @@ def page(usages: list[Usage], entries: list[dict[str, Any]] | None = None) -> st
         for usage in usages
         for loop, allowed in zip(usage.loops, budget(usage.kernel), strict=False)
     }
-    return HEAD + "\n".join(lines) + "\n" + _loop_table(usages) + loop_reasons.section(loops) + named
+    of_loops = _loop_table(usages) + _local_table(usages) + loop_reasons.section(loops) + named
+    return HEAD + "\n".join(lines) + "\n" + of_loops
 
 
 def _loop_table(usages: list[Usage]) -> str:
@@ -369,6 +399,19 @@ def _loop_table(usages: list[Usage]) -> str:
     return LOOPS + "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
+def _local_table(usages: list[Usage]) -> str:
+    """Return the table of kernels with accesses to local memory in a loop with HMMA."""
+    architectures = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+    lines = [f"| kernel | accesses ({architectures}) | limit |", "| --- | --- | --- |"]
+    for kernel in sorted({usage.kernel for usage in usages if usage.local}):
+        rows = sorted((u for u in usages if u.kernel == kernel), key=lambda usage: usage.architecture)
+        counts = [str(usage.local) for usage in rows]
+        limits = [str(allowed_spill(kernel, usage.architecture).local) for usage in rows]
+        cells = ["/".join(values if len(set(values)) > 1 else values[:1]) for values in (counts, limits)]
+        lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
+    return LOCAL + "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
 def budget(kernel: str) -> tuple[tuple[int, int], ...]:
     """Return the budgets of the kernel's main loops."""
     return next((found for name, found in BUDGETS.items() if kernel.startswith(name)), ())
@@ -393,6 +436,13 @@ def over_budget(usages: list[Usage]) -> list[str]:
             ):
                 if found > limit:
                     problems.append(f"{where}: {found:.4g} {what} in the main loop, budget {limit}")
+        most_local = allowed_spill(usage.kernel, usage.architecture).local
+        for what, of_any, limit in (
+            ("scalar loads and accesses to unknown memory", usage.unusual, 0),
+            ("accesses to local memory", usage.local, most_local),
+        ):
+            if of_any > limit:
+                problems.append(f"{where}: {of_any} {what} in a loop with HMMA, limit {limit}")
     return problems
 
 
@@ -401,7 +451,7 @@ def allowed_spill(kernel: str, architecture: int) -> Spill:
     for name, spill in MAY_SPILL.items():
         if kernel.startswith(name) and (spill.only_on is None or architecture in spill.only_on):
             return spill
-    return Spill(0, 0, "")
+    return Spill(0, 0, 0, "")
 
 
 def spilling(usages: list[Usage]) -> list[str]:

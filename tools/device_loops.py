@@ -60,6 +60,22 @@ class Loop:
         return self.copying / self.copies
 
 
+@dataclass(frozen=True)
+class TensorLoops:
+    """The loops of a kernel that multiply matrices.
+
+    Attributes:
+        main: those that `main_loops` chooses.
+        unusual: the most scalar loads and accesses to memory of unknown kind of an innermost loop with HMMA and
+            asynchronous copies.
+        local: the most accesses to local memory of any loop with HMMA.
+    """
+
+    main: tuple[Loop, ...] = ()
+    unusual: int = 0
+    local: int = 0
+
+
 def disassembler() -> str:
     """Return the path of nvdisasm, from the PyPI package nvidia-cuda-nvdisasm or the CUDA toolkit."""
     places = [Path(folder, "nvidia", "cu13", "bin") for folder in sys.path]
@@ -69,8 +85,8 @@ def disassembler() -> str:
     return found
 
 
-def main_loops(cubin: bytes) -> dict[str, tuple[Loop, ...]]:
-    """Map the mangled name of each kernel to its main loops."""
+def tensor_loops(cubin: bytes) -> dict[str, TensorLoops]:
+    """Map the mangled name of each kernel to its loops that multiply matrices."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernels.cubin")
         path.write_bytes(cubin)
@@ -79,22 +95,45 @@ def main_loops(cubin: bytes) -> dict[str, tuple[Loop, ...]]:
     return {name: loops_of(code, labels) for name, code, labels in functions(text)}
 
 
-def loops_of(code: list[str], labels: dict[str, int]) -> tuple[Loop, ...]:
-    """Return the innermost loops with HMMA and asynchronous copies, by their number of HMMA.
+def loops_of(code: list[str], labels: dict[str, int]) -> TensorLoops:
+    """Return the loops of a kernel that multiply matrices; `labels` maps the labels to positions in `code`."""
+    ends = loop_ends(code, labels)
+    with_tensor = {(first, last) for first, last in ends if any(map(_is_tensor, code[first : last + 1]))}
+    bodies = [code[first : last + 1] for first, last in sorted(_innermost(ends) & with_tensor)]
+    copying = [(loop, body) for body in bodies if (loop := _count(body)).copies]
+    unusual = [loop.scalar_loads + loop.slow_loads - _local(body) for loop, body in copying]
+    # Some of these loops have a loop without HMMA within, which copies numbers one by one.
+    local = [_local(code[first : last + 1]) for first, last in _innermost(with_tensor)]
+    return TensorLoops(main_loops([loop for loop, _ in copying]), max(unusual, default=0), max(local, default=0))
 
-    Of loops with the same number only the shortest counts. Longer ones also run: they serve tiles that are not full,
+
+def main_loops(innermost: list[Loop]) -> tuple[Loop, ...]:
+    """Return the main ones of loops with HMMA and asynchronous copies, by their number of HMMA.
+
+    Of loops with the same number only the shortest is chosen. Longer ones also run: they serve tiles that are not full,
     and the second direction of a loss.
-    `labels` maps the labels to positions in `code`.
     """
-    innermost: list[tuple[int, int]] = []
-    for first, last in sorted(loop_ends(code, labels), key=lambda ends: ends[1] - ends[0]):
-        if not any(first <= start and end <= last for start, end in innermost):
-            innermost.append((first, last))
     found: dict[int, Loop] = {}
-    for loop in (_count(code[first : last + 1]) for first, last in innermost):
-        if loop.tensor and loop.copies:
-            found[loop.tensor] = min(loop, found.get(loop.tensor, loop), key=lambda loop: loop.instructions)
+    for loop in innermost:
+        found[loop.tensor] = min(loop, found.get(loop.tensor, loop), key=lambda loop: loop.instructions)
     return tuple(found[tensor] for tensor in sorted(found))
+
+
+def _innermost(loops: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the loops without another one of them within."""
+    innermost: set[tuple[int, int]] = set()
+    for first, last in sorted(loops, key=lambda ends: ends[1] - ends[0]):
+        if not any(first <= start and end <= last for start, end in innermost):
+            innermost.add((first, last))
+    return innermost
+
+
+def _local(body: list[str]) -> int:
+    return sum(operation(text).split(".")[0] in ("LDL", "STL") for text in body)
+
+
+def _is_tensor(instruction: str) -> bool:
+    return operation(instruction).startswith("HMMA")
 
 
 def functions(text: str) -> Iterator[tuple[str, list[str], dict[str, int]]]:

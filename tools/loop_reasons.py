@@ -88,7 +88,7 @@ REASONS = (
     Reason(
         ("differentiate_regulation<",),
         (96,),
-        f"{_SPLIT}, 264; 64 additions of slices; 70 for copies; 54 NOP between dependent HMMA on sm_90.",
+        f"{_SPLIT}, 264; 64 additions of slices; 70 for copies; 12 loads of fragments.",
         "Below 91. Rows may end within a copy, so each computes its size: the backward's rows are not padded.",
     ),
     Reason(
@@ -143,14 +143,14 @@ REASONS = (
     Reason(
         ("regulate_tiles<BFloat16, 1,",),
         (32,),
-        "12 loads of fragments, 37 for copies, 4 WARPSYNC before row tiles on sm_90.",
+        "12 loads of fragments, 37 for copies.",
         "Below 91, and 33 on sm_86 and sm_89. Shared memory takes longer than issue slots.",
     ),
     Reason(
         ("differentiate_regulation<",),
         (72,),
         f"{_SPLIT}, 220 for 20 pairs; 48 additions of slices; 40 loads of operands; 119 for copies; 35 to find the "
-        "next term.",
+        "next term; 53 NOP between dependent HMMA.",
         "Bound by issue slots on an H200. Storing the gradients in parts would save 132, but each kept step would "
         "take 1.5 times the memory. Its copies compute their sizes, as above.",
     ),

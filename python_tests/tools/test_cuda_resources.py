@@ -15,7 +15,7 @@ import named_loops
 import pytest
 from cuda_resources import Spill, Usage
 from cuda_sources import ARCHITECTURES
-from device_loops import Loop
+from device_loops import Loop, TensorLoops
 from named_loops import NamedLoop, Wanted
 
 from benchmarks import kernels
@@ -62,9 +62,9 @@ def test_the_table_has_a_line_for_each_kernel() -> None:
 
 def test_a_spill_is_a_problem_if_it_exceeds_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_resources.spilling(USAGES) == ["work<float> spills 56 bytes on sm_90, allowed 0"]
-    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(56, 0, "as tested")})
+    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(56, 0, 0, "as tested")})
     assert cuda_resources.spilling(USAGES) == []
-    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(52, 9, "as tested")})
+    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(52, 9, 9, "as tested")})
     assert cuda_resources.spilling(USAGES) == ["work<float> spills 56 bytes on sm_90, allowed 52"]
 
 
@@ -164,7 +164,7 @@ def test_the_main_loop_is_counted() -> None:
     """The second loop has no copies. Each copy depends on four instructions, one of them in the previous iteration."""
     found = {name: device_loops.loops_of(code, labels) for name, code, labels in device_loops.functions(SASS)}
     loop = Loop(instructions=13, tensor=2, copies=1, copying=5, scalar_loads=1, slow_loads=1)
-    assert found == {"work": (loop,), "idle": ()}
+    assert found == {"work": TensorLoops((loop,), unusual=1, local=1), "idle": TensorLoops()}
     assert (loop.beside_tensor, loop.per_copy) == (88.0, 5.0)
 
 
@@ -175,8 +175,45 @@ def test_the_shortest_loop_with_each_number_of_products_counts() -> None:
     for number, body in enumerate(([product] * 3, [product, "NOP", "NOP"], [product, "NOP"], [product] * 2)):
         labels[f".L_x_{number}"] = len(code)
         code += [copy, *body, f"@P3 BRA `(.L_x_{number})"]
-    found = device_loops.loops_of(code, labels)
+    found = device_loops.loops_of(code, labels).main
     assert [(loop.tensor, loop.instructions) for loop in found] == [(1, 4), (2, 4), (3, 5)]
+
+
+def test_accesses_of_all_loops_count() -> None:
+    copy, product = "LDGSTS.E.BYPASS.128 [R7], [R2.64]", "HMMA.16816.F32.BF16 R32, R12, R28, R32"
+    scalar, slow = "LDG.E.U16 R20, [R4.64]", ["LDL R3, [R1]", "STL [R1], R3"]
+    chosen, longer = [copy, product], [copy, product, scalar, "ST [R4.64], R3", slow[0]]
+    without_copies = [product, scalar, scalar, *slow]
+    code: list[str] = []
+    labels = {}
+    for number, body in enumerate((chosen, longer, without_copies, ["NOP", *slow, *slow])):
+        labels[f".L_x_{number}"] = len(code)
+        code += [*body, f"@P3 BRA `(.L_x_{number})"]
+    # An outer loop with HMMA beside a loop without.
+    labels[".L_x_4"] = len(code)
+    code += [copy, product, *slow, *slow, *["LD R3, [R4.64]"] * 3]
+    labels[".L_x_5"] = len(code)
+    code += ["NOP", "@P3 BRA `(.L_x_5)", "@P4 BRA `(.L_x_4)"]
+
+    def found(last: int) -> tuple[int, int, int]:
+        """Of the code up to a label."""
+        end = labels.get(f".L_x_{last}", len(code))
+        loops = device_loops.loops_of(code[:end], {name: at for name, at in labels.items() if at < end})
+        return len(loops.main), loops.unusual, loops.local
+
+    assert [found(last) for last in (1, 2, 3, 4, 6)] == [(1, 0, 0), (1, 2, 1), (1, 2, 2), (1, 2, 2), (1, 2, 4)]
+
+
+def test_accesses_outside_of_main_loops_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage, where = replace(USAGES[1], local=3), "work<float> on sm_90: "
+    assert cuda_resources.over_budget([usage]) == [f"{where}3 accesses to local memory in a loop with HMMA, limit 0"]
+    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(56, 0, 3, "as tested")})
+    assert cuda_resources.over_budget([usage]) == []
+    assert cuda_resources.over_budget([replace(usage, unusual=2)]) == [
+        f"{where}2 scalar loads and accesses to unknown memory in a loop with HMMA, limit 0"
+    ]
+    page = cuda_resources.page([USAGES[0], usage])
+    assert page.splitlines()[-1] == "| `work<float>` | 0/3 | 3 |"
 
 
 def test_a_main_loop_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +235,9 @@ def test_a_main_loop_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_resources.over_budget([spilling]) == [
         "work<float> on sm_90: 2 slow accesses in the main loop, budget 0"
     ]
-    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(9, 2, "as tested")})
+    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(9, 2, 2, "as tested")})
     assert cuda_resources.over_budget([spilling]) == []
-    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(9, 1, "as tested")})
+    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": Spill(9, 1, 1, "as tested")})
     assert cuda_resources.over_budget([spilling]) == [
         "work<float> on sm_90: 2 slow accesses in the main loop, budget 1"
     ]
@@ -234,6 +271,25 @@ def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
             counted += len(of_kernel)
     assert len(rows) == counted
     assert cuda_resources.BUDGETS["score_tile<BFloat16, 1,"] == ((40, 12),)
+
+
+def test_the_page_has_the_limits_of_local_memory() -> None:
+    """The limits are the counts of the committed page."""
+    [section] = [
+        part
+        for part in cuda_resources.PAGE.read_text(encoding="utf-8").split("\n## ")
+        if part.startswith("Local memory in loops")
+    ]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    counts = {name.strip("`"): by_architecture(cell) for name, cell, _ in rows}
+    for name, _, limits in rows:
+        kernel = name.strip("`")
+        of_kernel = {number: cuda_resources.allowed_spill(kernel, number).local for number in ARCHITECTURES}
+        assert by_architecture(limits) == of_kernel, kernel
+        assert [number for number in ARCHITECTURES if counts[kernel][number] > of_kernel[number]] == [], kernel
+    for prefix, allowed in cuda_resources.MAY_SPILL.items():
+        found = [max(numbers.values()) for name, numbers in counts.items() if name.startswith(prefix)]
+        assert max(found, default=0) == allowed.local, prefix
 
 
 def test_a_loop_above_the_goal_has_a_reason() -> None:
@@ -346,11 +402,8 @@ def test_the_pages_on_design_state_the_committed_counts() -> None:
     assert spans(cells_of("score_long_tiles<", spilled), 86, 89) == (0, 0)
     assert spans(cells_of("score_long_tiles<", registers), 80, 90) == (128, 128)
     assert spans(cells_of("backpropagate_pairs<", spilled), *ARCHITECTURES) == (0, 0)
-    of_other_regulators = [
-        cell for kind in ("BFloat16, 1", "float, 2") for cell in cells_of(f"regulate_tiles<{kind}", slow, 1)
-    ]
-    assert spans(of_other_regulators, *ARCHITECTURES) == (0, 0)
-    assert [set(cell.values()) for cell in cells_of("regulate_tiles<float, 3,", slow, 1)] == [{1}, {2}]
+    assert spans(cells_of("regulate_tiles<", slow, 1), *ARCHITECTURES) == (0, 2)
+    _, most_local = spans(cells_of("regulate_tiles<", 1, 2), *ARCHITECTURES)
     less, more = spans(prepared, *ARCHITECTURES)
     [backward] = cells_of("backpropagate_pairs<BFloat16>", registers)
     assert len(set(backward.values())) == 1
@@ -367,7 +420,7 @@ def test_the_pages_on_design_state_the_committed_counts() -> None:
         f"{matching(spilled, 'Half, 1,', 1, 'Boosting'):.0f}. The main loop issues "
         f"{matching(beside, 'Half, 1,', 2, section=1):.0f} and {matching(beside, 'Half, 1,', 1, section=1):.0f} instr",
         f"products of one part take {fewest:.0f} to {most:.0f} registers and do not spill",
-        "the main loops of `regulate_tiles<float, 3>` access local memory: once with at most 64 columns, else twice",
+        f"at most {most_local:.0f} times, those of full tiles at most twice",
     ]
     kernel = "score_tile<BFloat16, 1,"
     norms = kernels.attended_norms(kernels.LANES / kernels.REGIONS)
