@@ -132,7 +132,8 @@ REASONS = (
         tuple(f"{kernel}{dtype}, 1," for kernel in _SPILLING for dtype in ("BFloat16", "Half")),
         (32, 36, 72, 120),
         "Up to 43, or 54 with additions of steps; where the kernel spills, also accesses to local memory.",
-        "Two blocks per multiprocessor leave 128 registers. An H200 is faster with them, or as fast.",
+        "Two blocks per multiprocessor leave 128 registers. An H200 runs `score_long_tiles` faster with them, or as "
+        "fast. For `matching_loss` that is assumed.",
     ),
     Reason(
         ("regulate_tiles<BFloat16, 1,",),
