@@ -185,11 +185,11 @@ architectures are listed in the order above.
 
 Of the loops of a kernel with the same number of HMMA, the table has the shortest one. It leaves out:
 
-- Loops that compare each group of rows and columns with the operands, and skip groups that these do not have. In
-  `score_tile`, `score_long_tiles`, `score_maxsim` and `matching_loss`, a product of aligned rows takes such a loop
-  unless it has more than 96 rows and more than 64 columns; in blocks of scores of `backpropagate_pairs`, unless it has
-  more than 64 rows. On sm_90, that of `score_tile` for rows of 16 bits issues about twice as many other instructions as
-  the loop in the table. Tiles of 112 rows hold whole sets. Three sets of 36 contexts have 108 rows, so one tile of a
+- Loops that compare each group of rows and columns with the operands, and skip groups that these do not have. Products
+  of aligned rows take them in `score_tile`, `score_long_tiles`, `score_maxsim` and `matching_loss` if they have at most
+  96 rows or at most 64 columns. In blocks of scores of `backpropagate_pairs` they do so with at most 64 rows. On sm_90,
+  that of `score_tile` for rows of 16 bits issues about twice as many other instructions as the loop in the table.
+  Tiles of 112 rows hold whole sets. Three sets of 36 contexts have 108 rows, so one tile of a
   batch takes the loop: the last, if it has fewer sets. Sets of 38 to 48 and of 57 to 96 contexts leave more than 15
   rows of each tile empty, and always take it. So does the second of the two pieces of a set of 196 contexts, which has
   84 rows. Kernels of `float, 1` have no other loop for aligned rows, so the table has it.

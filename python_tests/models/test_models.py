@@ -385,19 +385,24 @@ def with_words(words: str = "abcdefghijklmnopqr", **changes) -> models.MatchingM
     return model
 
 
+def save_after_a_kill(model, folder, monkeypatch, renamed) -> None:
+    """Save a model over another one twice. The first call is killed at a rename, and leaves nothing to load."""
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, renamed)
+        with pytest.raises(Killed):
+            model.save(folder)
+    with pytest.raises(ValueError, match=r"config\.json: no such file; .* is not a saved model"):
+        models.load(folder)
+    model.save(folder)
+
+
 @pytest.mark.parametrize("changes", [{"t2i_temperature": 4.0}, {"words": "rqponmlkjihgfedcba"}])
 @pytest.mark.parametrize("renamed", range(3))
 def test_a_killed_save_leaves_no_mixture_of_two_models(tmp_path, monkeypatch, changes, renamed) -> None:
     """Weights of one model would load with the vocabulary or the settings of the other."""
     with_words().save(tmp_path)
     other = with_words(**changes)
-    with monkeypatch.context() as patch:
-        kill_at_rename(patch, renamed)
-        with pytest.raises(Killed):
-            other.save(tmp_path)
-    with pytest.raises(ValueError, match=r"config\.json: no such file; .* is not a saved model"):
-        models.load(tmp_path)
-    other.save(tmp_path)
+    save_after_a_kill(other, tmp_path, monkeypatch, renamed)
     assert models.load(tmp_path).tokenizer == other.tokenizer
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
 
@@ -407,13 +412,7 @@ def test_a_model_without_a_tokenizer_removes_that_of_an_earlier_one(tmp_path, mo
     with_words().save(tmp_path)
     other = with_words()
     other.tokenizer = None
-    with monkeypatch.context() as patch:
-        kill_at_rename(patch, renamed)
-        with pytest.raises(Killed):
-            other.save(tmp_path)
-    with pytest.raises(ValueError, match=r"config\.json: no such file; .* is not a saved model"):
-        models.load(tmp_path)
-    other.save(tmp_path)
+    save_after_a_kill(other, tmp_path, monkeypatch, renamed)
     assert models.load(tmp_path).tokenizer is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 

@@ -441,7 +441,7 @@ def test_the_page_states_which_products_take_the_loops_that_it_leaves_out() -> N
     assert found is not None
     rows, columns, warps = map(int, found.groups())
     most_rows, most_columns = rows - 16, columns - 16 * warps
-    assert f"unless it has more than {most_rows} rows and more than {most_columns} columns" in text
+    assert f"if they have at most {most_rows} rows or at most {most_columns} columns" in text
     assert f"Three sets of 36 contexts have {rows // 36 * 36} rows" in text
     assert rows // 36 * 36 > most_rows
     # Sets of the same length.
