@@ -24,7 +24,7 @@ FAULTS = {
         RACE,
     ),
     "a tile replaces one that is still read": (
-        (SCORES, "barrier();  // The next tile takes the place of all of this.", ""),
+        (SCORES, "barrier();               // The next tile takes the place of all of this.", ""),
         RACE,
     ),
     "vectors that cancel are not refused": (
