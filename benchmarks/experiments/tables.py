@@ -63,7 +63,7 @@ def table(experiment: Experiment, results: Path) -> str:
     meaning += ". Spread is the standard deviation over the seeds; R@1 and MD are means over them. MD is the mean "
     meaning += "score of positives minus that of negatives"
     lines += ["", f"{meaning}. {_where(measured)}"]
-    lines += _chosen_settings(experiment)
+    lines += _chosen_settings(experiment, results)
     lines += verdicts(experiment, results)
     for first, second in experiment.equal:
         lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
@@ -73,12 +73,15 @@ def table(experiment: Experiment, results: Path) -> str:
     return "\n".join([*lines, "", "Made by:", "", "```", command, "```", ""])
 
 
-def _chosen_settings(experiment: Experiment) -> list[str]:
+def _chosen_settings(experiment: Experiment, results: Path) -> list[str]:
     """Say which choice of the grid each row uses. Rows without trials of their own follow the row that they copy."""
     firsts = {name: runs[0] for name, runs in experiment.rows.items() if runs[0].trials}
     if experiment.grid is None or not firsts:
         return []
-    lines = ["", f"Settings were chosen by the sum of recalls on validation, seed {experiment.grid.seed}."]
+    tried = {trial.file_name: trial for run in firsts.values() for trial in run.trials}
+    found = [result for trial in tried.values() if (result := result_of(experiment, trial, results)) is not None]
+    chosen = f"Settings were chosen by the sum of recalls on validation, seed {experiment.grid.seed}"
+    lines = ["", f"{chosen}{_uncommitted(found)}."]
     lines += ["", "| row | chosen | tried |", "| --- | --- | --- |"]
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, run in firsts.items():
@@ -126,11 +129,9 @@ def _where(results: Sequence[Mapping[str, Any]]) -> str:
     }
     loads = [load for result in results for load in result["load_average"].values()]
     cores = max(where["cores"] for where in environments)
-    changed = sum(where["uncommitted_changes"] is True for where in environments)
-    uncommitted = f", {changed} of {len(results)} runs with uncommitted changes" if changed else ""
     text = (
-        f"Measured on {'; '.join(sorted(places))}{uncommitted}. Seconds are medians; the machine's load average was "
-        f"{min(loads):.1f} to {max(loads):.1f} with {cores} cores"
+        f"Measured on {'; '.join(sorted(places))}{_uncommitted(results)}. Seconds are medians; the machine's load "
+        f"average was {min(loads):.1f} to {max(loads):.1f} with {cores} cores"
     )
     timed = [result for result in results if result["cpu_seconds"] is not None]
     if not timed:
@@ -138,6 +139,11 @@ def _where(results: Sequence[Mapping[str, Any]]) -> str:
     longest = max(timed, key=lambda result: result["cpu_seconds"])
     clock = f"{longest['seconds']:.0f} by the clock"
     return f"{text}, and the longest run took {longest['cpu_seconds']:.0f} CPU seconds, {clock}."
+
+
+def _uncommitted(results: Sequence[Mapping[str, Any]]) -> str:
+    changed = sum(result["environment"]["uncommitted_changes"] is True for result in results)
+    return f", {changed} of {len(results)} runs with uncommitted changes" if changed else ""
 
 
 def _threads(count: int) -> str:

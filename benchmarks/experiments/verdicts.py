@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.experiments.files import MEASURES, Claim, Experiment
 from benchmarks.experiments.results import result_of
@@ -75,11 +76,11 @@ def counted(papers: Mapping[str, tuple[str, Measured]]) -> str:
 
 
 def in_short(experiments: Measured) -> str:
-    """Return a list of the claims, ordered by their verdicts."""
+    """Return a list with one item per verdict, which names its claims."""
     found: dict[str, list[str]] = {"holds": [], "fails": [], "open": [], "not run": []}
     for claim, verdict in _verdicts(experiments):
         found[verdict[-1].strip("*")].append(claim.text)
-    return "".join(f"- **{verdict.capitalize()}**: {text}.\n" for verdict, texts in found.items() for text in texts)
+    return "".join(f"- **{verdict.capitalize()}**: {'; '.join(texts)}.\n" for verdict, texts in found.items() if texts)
 
 
 def as_list(experiments: Measured) -> str:
@@ -104,13 +105,22 @@ def _verdicts(experiments: Measured) -> list[tuple[Claim, list[str]]]:
 
 
 def _cost(experiment: Experiment, claim: Claim, results: Path) -> str:
-    """Return the CPU time of a run, compared with that of the row it is claimed to improve; medians over the seeds."""
-    times = []
+    """Return the CPU time of a run, compared with that of the row it is claimed to improve.
+
+    It is the median over the seeds whose two runs had the same processor and instruction set.
+    """
+    times: list[dict[tuple[int, str, str], float]] = []
     for row in (claim.row, claim.over):
-        found = [result_of(experiment, run, results) for run in experiment.rows[row]]
+        found = {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
         # A run that was interrupted has no time.
-        times.append([result["cpu_seconds"] for result in found if result is not None and result["cpu_seconds"]])
-    return f"{statistics.median(times[0]) / statistics.median(times[1]):.1f}x" if all(times) else ""
+        measured = {seed: result for seed, result in found.items() if result is not None and result["cpu_seconds"]}
+        times.append({(seed, *_machine(result)): result["cpu_seconds"] for seed, result in measured.items()})
+    ratios = [times[0][key] / times[1][key] for key in set(times[0]) & set(times[1])]
+    return f"{statistics.median(ratios):.1f}x" if ratios else ""
+
+
+def _machine(result: Mapping[str, Any]) -> tuple[str, str]:
+    return result["environment"]["processor"], result["environment"]["instruction_set"]
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
