@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from itm_fast.losses.triplet_loss import TripletLoss
+from itm_fast.reference import validation
 
 
 class RealignmentLoss(nn.Module):
@@ -63,8 +64,15 @@ class RealignmentLoss(nn.Module):
             Scalar, or with reduction "none" the sum of both directions for each pair, (B,).
 
         Raises:
-            TypeError, ValueError: a shape, dtype or device does not fit.
+            TypeError, ValueError: a shape, dtype or device does not fit, or the numbers m differ.
         """
+        validation.check_tensor("caption_scores", caption_scores, ("B", "m"))
+        validation.check_tensor("image_scores", image_scores, ("m", "B"))
+        if image_scores.shape[0] != caption_scores.shape[1]:
+            raise ValueError(
+                "image_scores: expected as many images of the other batch as caption_scores has captions "
+                f"({caption_scores.shape[1]}), got {image_scores.shape[0]}"
+            )
         other = None if same_image is None else same_image.t()
         to_text: Tensor = self.rows(caption_scores, positives=same_image, positive_scores=positive_scores)
         to_image: Tensor = self.columns(image_scores, positives=other, positive_scores=positive_scores)

@@ -75,13 +75,14 @@ class PositionEncoder(nn.Module):
             Fragments of rows (n * k or N, d).
 
         Raises:
+            TypeError: `features` is not a tensor or Fragments.
             ValueError: the regions have another width.
         """
-        width = features.values.shape[1] if isinstance(features, Fragments) else features.shape[-1]
-        if width == self.feature_dim:
+        values = features.values if isinstance(features, Fragments) else features
+        if isinstance(values, Tensor) and values.shape[-1:] == (self.feature_dim,):
             raise ValueError(
-                f"features: expected {width} values per region and four of its box, got {width}; pass "
-                "dataset.image_batch(...) after dataset.read_boxes()"
+                f"features: expected {self.feature_dim} values per region and four of its box, got "
+                f"{self.feature_dim}; pass dataset.image_batch(...) after dataset.read_boxes()"
             )
         regions = as_regions(features, self.feature_dim + EDGES)
         rows, boxes = regions.values[:, : self.feature_dim], regions.values[:, self.feature_dim :]

@@ -57,6 +57,13 @@ def test_a_list_in_place_of_sets() -> None:
         nn.mean_pool(list(PADDED))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [list(torch.ones(2, 4, 12)), "regions", None])
+def test_regions_with_boxes_of_another_type(value: object) -> None:
+    found = type(value).__name__
+    with pytest.raises(TypeError, match=rf"^features: expected a tensor \(n, k, 12\) or Fragments, got {found}$"):
+        nn.PositionEncoder(8, 4)(value)  # type: ignore[arg-type]
+
+
 def test_the_check_compiles() -> None:
     compiled = torch.compile(nn.mean_pool, fullgraph=True, backend="eager")
     assert torch.equal(compiled(SETS), torch.ones(2, 8))

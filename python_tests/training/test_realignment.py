@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -201,6 +202,14 @@ def test_the_loss_with_another_batch_equals_its_loops(mining: str) -> None:
     torch.testing.assert_close(loss, expected)
     for found, wanted in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_the_other_batch_has_an_image_per_caption() -> None:
+    expected = "expected as many images of the other batch as caption_scores has captions (5), got 4"
+    with pytest.raises(ValueError, match=rf"^image_scores: {re.escape(expected)}$"):
+        RealignmentLoss()(torch.zeros(3), torch.zeros(3, 5), torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=r"^image_scores: expected shape \(m, B\), got a float32 tensor"):
+        RealignmentLoss()(torch.zeros(3), torch.zeros(3, 5), torch.zeros(5))
 
 
 @pytest.mark.parametrize(
