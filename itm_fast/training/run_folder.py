@@ -86,14 +86,16 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     """Check that the run may write into its directory. Nothing is written.
 
     Raises:
-        ValueError: the directory is that of the data, or has files that are not from a run with these settings. With
-            `resume`: it has no run, or one with other settings (the first difference is named).
+        ValueError: the directory is that of the data, cannot be written, or has files that are not from a run with
+            these settings. With `resume`: it has no run, or one with other settings (the first difference is named).
     """
     run = Path(config.out)
     if run.exists() and not run.is_dir():
         raise ValueError(f"{run}: expected a folder for the run, found a file")
     if config.data is not None and run.resolve() == Path(config.data).resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {run}")
+    for folder in (run, (run / STATE_FILE).parent):
+        atomic.check_folder(folder, run)
     atomic.check_entries(run, _written(run))
     started, has_state = regular.is_file(run / CONFIG), regular.is_file(run / STATE_FILE)
     if resume and not started:

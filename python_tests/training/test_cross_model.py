@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from itm_fast.training.checkpoint import load_state
 from itm_fast.training.config import read_yaml
 from itm_fast.training.fdf.cross_model import extractor_of
 from itm_fast.training.metrics_log import read_metrics
+from python_tests.helpers.bert import write_bert
 from python_tests.helpers.commands import error
 from python_tests.helpers.concepts import with_boxes
 from python_tests.helpers.runs import OPTIONS, config, run, same, stop_at, weights
@@ -100,6 +102,20 @@ def test_models_that_read_boxes_are_realigned(data: Path, tmp_path: Path, monkey
     model.prepare(test)
     found = json.loads(table.read_text())["rsum"]
     assert found["realigned"]["realigned"] == evaluation.evaluate(model, test)["rsum"]
+
+
+def test_the_folder_of_bert_may_be_gone(data: Path, tmp_path: Path) -> None:
+    bert = write_bert(tmp_path / "bert")
+    runs = [tmp_path / "0", tmp_path / "1"]
+    for seed in (0, 1):
+        options = {"model": "vse_infty", "model_options": {"embed_dim": 16}, "bert": str(bert)}
+        run(config(data, runs[seed], seed=seed, epochs=1, **options))
+    shutil.rmtree(bert)
+    out = tmp_path / "out"
+    assert cli.run(arguments(data, runs, out)) == 0
+    assert (out / "vocab.json").read_bytes() == (runs[1] / "vocab.json").read_bytes()
+    words = extractor_of(models.load(out))["text_encoder.bert"].state_dict()
+    assert same(words, extractor_of(models.load(runs[0]))["text_encoder.bert"].state_dict())
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "error"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_a_folder_with_a_run_is_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file: expected a folder for the run, found a file"):
         run(attrs.evolve(settings, out=str(tmp_path / "file")))
+
+
+def test_a_folder_without_write_permission_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    for folder in (tmp_path / "run", tmp_path / "run" / "last"):
+        monkeypatch.setattr("os.access", lambda path, mode, own=folder: (path, mode) != (own, os.W_OK))
+        with pytest.raises(ValueError, match=f"^{tmp_path}/run: the folder {folder} is not writable$"):
+            run(attrs.evolve(settings, epochs=2), resume=True)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,9 @@ def realign(
     model = models.load(second)
     frozen = extractor_of(model)
     copied = extractor_of(models.load(first))
-    vocabulary, train_data, validation_data = load_data(config, resume=resume)
+    # The runs hold the vocabulary of BERT, so its folder may be gone.
+    own = attrs.evolve(config, bert=None, vocab=str(Path(second) / run_folder.VOCABULARY))
+    vocabulary, train_data, validation_data = load_data(own, resume=resume)
     for split in (train_data, validation_data):
         model.prepare(split)
     torch.manual_seed(config.seed)
