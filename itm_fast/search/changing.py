@@ -33,7 +33,7 @@ from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
 from itm_fast.search.snapshot import Snapshot
 from itm_fast.search.sources import Source, batches_of, new_pictures, size_of
-from itm_fast.search.writing import Builder, check_folder, commit, compacted, locked, remove_strays
+from itm_fast.search.writing import Builder, check_content, check_folder, commit, compacted, locked, remove_strays
 
 __all__ = ["add", "build", "compact", "delete", "update"]
 
@@ -74,10 +74,9 @@ def build(
         raise ValueError("pooling: a learned pooling needs a data set with captions; mean needs none")
     check_folder(path)
     with locked(path):
-        earlier = read_manifest(path) if is_index(path) else None
-        if earlier is not None and not overwrite:
-            raise ValueError(f"{path}: contains an index; --overwrite replaces it")
-        remove_strays(path, set() if earlier is None else earlier.files())
+        earlier = _earlier(path, overwrite=overwrite)
+        if earlier is not None or not is_index(path):
+            remove_strays(path, set() if earlier is None else earlier.files())
         own = kind_of(source) if isinstance(source, CaptionDataset) else ""
         if preprocessing is None:
             preprocessing = own
@@ -105,6 +104,21 @@ def build(
             segments=tuple(builder.records),
         )
         commit(path, manifest)
+
+
+def _earlier(path: Path, *, overwrite: bool) -> Manifest | None:
+    """Return the manifest of the index that a build replaces; None if there is none, or a damaged one."""
+    try:
+        found = read_manifest(path) if is_index(path) else None
+    except ValueError:
+        if not overwrite:
+            raise
+        # Another program may have written a file of that name.
+        check_content(path)
+        return None
+    if found is not None and not overwrite:
+        raise ValueError(f"{path}: contains an index; --overwrite replaces it")
+    return found
 
 
 def _fill(

@@ -1,6 +1,6 @@
 """Change an index: one writer at a time, new files first, then the manifest in one step, then old files are removed.
 
-Inside: `locked`, `check_folder`, `commit`, `Builder`, `compacted`, `remove_strays`.
+Inside: `locked`, `check_content`, `check_folder`, `commit`, `Builder`, `compacted`, `remove_strays`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from itm_fast.files import atomic, lock
 from itm_fast.files.messages import shown
-from itm_fast.search.manifest import SIDES, Manifest, SegmentRecord, is_index, write_manifest
+from itm_fast.search.manifest import MANIFEST, SIDES, Manifest, SegmentRecord, is_index, write_manifest
 from itm_fast.search.members import Encodings
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.results import Item
 from itm_fast.search.segments import Segment, Stored, joined_parts, packed, write_segment
 
-__all__ = ["Builder", "check_folder", "commit", "compacted", "locked", "remove_strays"]
+__all__ = ["Builder", "check_content", "check_folder", "commit", "compacted", "locked", "remove_strays"]
 
 LOCK = "lock"
 # A segment that reaches this size is complete.
@@ -54,8 +54,13 @@ def check_folder(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise ValueError(f"{directory}: expected a folder, found a file")
+    check_content(directory)
+
+
+def check_content(directory: Path) -> None:
+    """Raise ValueError if a folder holds a file that is not one of an index."""
     with atomic.open_folder(directory) as folder:
-        own = {name for pattern in (*_OWN, *_TEMPORARY, LOCK) for name in folder.names(pattern)}
+        own = {name for pattern in (*_OWN, *_TEMPORARY, LOCK, MANIFEST) for name in folder.names(pattern)}
         others = [name for name in folder.names("*") if name not in own]
     if others:
         raise ValueError(f"{directory}: expected a new or empty folder, found {shown(others[0])}")

@@ -169,6 +169,29 @@ def test_a_damaged_manifest_or_segment_is_one_line(built: Path, tmp_path: Path) 
         Index.open(copy)
 
 
+def test_a_damaged_index_is_overwritten(built: Path, train: CaptionDataset, tmp_path: Path) -> None:
+    path = shutil.copytree(built, tmp_path / "copy")
+    (path / "index.json").write_text("{")
+    files = {file.name for file in path.glob("*.safetensors")}
+
+    def build() -> Index:
+        return Index.build(scan(), train, path, overwrite=True, pooling="mean")
+
+    with pytest.raises(ValueError, match=re.escape(f"{path / 'index.json'}: ")):
+        Index.build(scan(), train, path, pooling="mean")
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"copy: expected a new or empty folder, found 'notes\.txt'"):
+        build()
+    (path / "notes.txt").unlink()
+    with no_file_above(500), pytest.raises(OSError, match=r"cannot be written: File too large"):
+        build()
+    # The files of the damaged index stay until the new one is complete.
+    assert files <= {file.name for file in path.iterdir()}
+    assert build().search("red ball", 1)
+    assert check(path) == []
+    assert not files & {file.name for file in path.iterdir()}
+
+
 def test_a_manifest_that_could_not_be_read_again_is_not_written(train: CaptionDataset, tmp_path: Path) -> None:
     runs = tmp_path / "run", tmp_path / "run\udce9"
     for run in runs:
