@@ -104,8 +104,11 @@ def _table(path: Path) -> Iterator[_Found]:
                     row = dict(zip(columns, cells, strict=True))
                     yield place, row[image], row[caption], row.get(_SPLIT)
                 else:
-                    quote = len(cells) > len(columns) and not plain
-                    advice = f"; put captions with {delimiter!r} in quotation marks" if quote else ""
+                    advice = ""
+                    if plain:
+                        advice = f"; a caption cannot contain {delimiter!r} or a line break, even in quotation marks"
+                    elif len(cells) > len(columns):
+                        advice = f"; put captions with {delimiter!r} in quotation marks"
                     found = f"expected {len(columns)} cells as in line 1, got {len(cells)}{advice}"
                     yield place, ValueError(found), None, None
     except csv.Error as error:

@@ -72,6 +72,16 @@ def test_captions_between_tabs_may_contain_quotation_marks(tmp_path: Path) -> No
         read_caption_file(bars)
 
 
+def test_captions_between_tabs_may_not_contain_tabs_or_line_breaks(tmp_path: Path) -> None:
+    path = tmp_path / "captions.tsv"
+    path.write_text('image\tcaption\na.jpg\t"a red\tthing"\nb.jpg\t"a blue\nthing"\n')
+    _, problems = read_caption_file(path)
+    advice = r"a caption cannot contain '\t' or a line break, even in quotation marks"
+    assert problems == [
+        f"{path}: line {line}: expected 2 cells as in line 1, got {cells}; {advice}" for line, cells in ((2, 3), (4, 1))
+    ]
+
+
 def test_a_line_may_have_several_captions(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"image": "a.png", "captions": ["one", "two\\n lines"]}\n')
     rows, _ = read_caption_file(tmp_path / "a.jsonl")
