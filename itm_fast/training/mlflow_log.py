@@ -30,7 +30,8 @@ class MlflowLog:
     """Write a run of MLflow into `RUN/mlflow/mlflow.db`, or with `online` to a server.
 
     A resumed run continues its run of MLflow. Values that MLflow already has are not added again, because it takes none
-    back. Settings that changed become tags, because parameters cannot change.
+    back. Settings that changed become tags, because parameters cannot change. A run that was killed before its first
+    save starts again, and its first run of MLflow is deleted.
 
     Args:
         run: the run directory.
@@ -82,7 +83,12 @@ class MlflowLog:
         """
         self._started = time.time() - seconds
         experiment, folder = self._open(), self._run / self.folder
-        known = self._known(kept_id(folder)) if lines else None
+        known = self._known(kept_id(folder))
+        if known is not None and not lines:
+            # A run of MLflow that still counts as running is that of a training that was killed.
+            if known.info.status == "RUNNING":
+                self._client.delete_run(known.info.run_id)
+            known = None
         self._last = {}
         if known is None:
             start = {"start_time": self._milliseconds(0), "run_name": self._run.resolve().name}

@@ -16,6 +16,7 @@ import pytest
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.mlflow_log import MlflowLog
 from python_tests.adapters.wandb_server import WandbServer
+from python_tests.helpers.processes import ROOT
 from python_tests.helpers.processes import run as run_process
 from python_tests.helpers.runs import config, run
 
@@ -106,6 +107,40 @@ def test_mlflow_has_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
     others = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
     assert [len(one.data.metrics) for one in others[:2]] == [0, len(wanted)]
     assert len(others) == 3
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_run_killed_before_its_first_state_is_one_run_of_mlflow(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    out = tmp_path / "run"
+    settings = config(data, out, epochs=1, tracker="mlflow")
+    code = f"""
+import os
+from python_tests.helpers.runs import run
+from itm_fast.training import TrainConfig, Trainer
+step = Trainer._step
+
+def killed(self, batch):
+    if self.engine.state.iteration == 3:
+        os.kill(os.getpid(), 9)
+    return step(self, batch)
+
+Trainer._step = killed
+run(TrainConfig(**{attrs.asdict(settings)!r}))
+"""
+    assert run_process([sys.executable, "-c", code], cwd=ROOT, PYTHONPATH=ROOT).returncode == -9
+    client = MlflowClient(f"sqlite:///{out}/mlflow/mlflow.db", f"sqlite:///{out}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("itm_fast").experiment_id
+    (killed,) = client.search_runs([experiment])
+    assert killed.info.status == "RUNNING"
+    run(settings)
+    (last,) = client.search_runs([experiment])
+    assert last.info.status == "FINISHED"
+    wanted = expected(out, {"step", "seconds"})
+    for name, points in wanted.items():
+        assert [(one.step, one.value) for one in client.get_metric_history(last.info.run_id, name)] == points
 
 
 def test_mlflow_online_needs_an_address(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
