@@ -322,6 +322,20 @@ def test_extreme_temperatures(t: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("temperature", [9.0, -9.0, 20.0])
+@pytest.mark.parametrize("scale", [1e9, 1e12, 1e15, 1e17])
+def test_large_context_rows(scale: float, temperature: float) -> None:
+    """The squared norms of the attended rows stay within float32."""
+    queries, contexts = (random_fragments([5, 4, 6], 16, torch.float32, seed=seed) for seed in (0, 1))
+    contexts = contexts.with_values(contexts.values * scale)
+    found = F_itm.cross_attention_scores(queries, contexts, temperature=temperature)
+    exact = reference.cross_attention_scores(
+        queries.to(torch.float64), contexts.to(torch.float64), temperature=temperature
+    )
+    torch.testing.assert_close(found, exact.float(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.native
 def test_a_frozen_side_costs_no_gradient() -> None:
     queries, contexts = random_fragments([3, 2], 4), random_fragments([2, 5], 4, seed=1)
     _, both_q, both_c = with_gradients(F_itm.cross_attention_scores, queries, contexts, torch.ones(2, 2))

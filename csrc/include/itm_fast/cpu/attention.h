@@ -169,7 +169,7 @@ inline void normalize_row_backward(const T* raw, const T* logits, const T* logit
 }
 
 // Whether the logits are so small that the softmax needs no maximum: numerators of e^-10 to e^10 and their squares are
-// far from the limits of float32, even with rows of norm 1e10.
+// far from the limits of float32.
 ITM_FAST_INLINE bool has_small_logits(const CrossAttentionOptions& options) {
   return options.normalization != Normalization::clipped && options.normalization != Normalization::no_norm &&
          options.temperature <= 10.0 && options.temperature >= -10.0;

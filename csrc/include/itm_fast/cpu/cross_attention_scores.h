@@ -120,6 +120,17 @@ ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* 
   }
 }
 
+// Whether sums of rows with weights of up to e^10 have norms far from the limits of float32; `gram` is the Gram matrix.
+template <typename T>
+ITM_FAST_INLINE bool has_small_rows(const T* gram, int64_t n_contexts) {
+  T largest = T(0);
+  for (int64_t k = 0; k < n_contexts; ++k) {
+    const T square = gram[k * n_contexts + k];
+    largest = square > largest ? square : largest;
+  }
+  return largest <= T(1e20);
+}
+
 // Cosines of one panel of columns with their attended vectors: `n_columns` columns, starting at the query `query`.
 // `attention` holds the numerators e and `totals` their sums, which cancel except in the minimum denominator.
 template <typename T, typename S>
@@ -190,10 +201,11 @@ inline void score_tile(const FragmentsView<S>& queries, int64_t first_query, int
       for (int64_t k = 0; k < length; ++k) {
         for (int64_t c = n_columns; c < round_up(n_columns, kPanelColumns<T>); ++c) logits[k * stride + c] = T(0);
       }
+      const bool no_peak = small_logits && has_small_rows(gram + gram_offsets[set], length);
       for (int64_t c = 0; c < n_columns; c += kPanelColumns<T>) {
         Vector<T> totals[kPanelVectors];
         for (int v = 0; v < kPanelVectors; ++v) {
-          totals[v] = attend_columns(logits + c + v * kLanes<T>, stride, length, small_logits, options.focal);
+          totals[v] = attend_columns(logits + c + v * kLanes<T>, stride, length, no_peak, options.focal);
         }
         panel_cosines(set_raw + c, logits + c, stride, totals, contexts.set_values(set), gram + gram_offsets[set],
                       length, queries.values + (column_start + c) * dim, n_columns - c, dim, norms + c, cosine + c);
