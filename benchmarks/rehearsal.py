@@ -60,7 +60,7 @@ class Training:
         changes: dict[str, Any] = {"data": str(data), "out": str(data), "device": device, "model_options": sizes}
         if batch is not None:
             changes["batch_size"] = batch
-        self.config = settings.build(TrainConfig, recipes.merge(recipe.settings, changes))
+        self.config = settings.build(TrainConfig, recipes.merge(recipe.settings, changes)).resolved()
         vocabulary, train_data, validation_data = load_data(self.config)
         torch.manual_seed(self.config.seed)
         model = create_model(self.config, vocabulary, train_data)

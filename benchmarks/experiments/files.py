@@ -176,7 +176,7 @@ class Experiment:
 
 def kept_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a training that determine its result."""
-    return {name: value for name, value in settings.to_dict(config).items() if name not in _FREE}
+    return {name: value for name, value in settings.to_dict(config.resolved()).items() if name not in _FREE}
 
 
 def sha256(path: Path) -> str:

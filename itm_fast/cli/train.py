@@ -163,7 +163,7 @@ def train(
             raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")
         before = run_folder.saved_config(str(given["out"]))
         run_folder.check_paths(str(given["out"]), before, given)
-        saved = settings.to_dict(before)
+        saved = settings.to_dict(before.resolved())
     start = given.get("start", saved.get("start"))
     if isinstance(start, str):
         published = recipe_for_start(published, start)
@@ -177,8 +177,6 @@ def train(
         from itm_fast.report.of_run import check_pictures
 
         check_pictures(chosen.data, REPORTED)
-    if resume:
-        run_folder.check(chosen, resume=True)  # `run_training` takes a warm-up that equals its default for none.
     result = run_training(chosen, resume=resume)
 
     out, launch = chosen.out, launched()

@@ -25,9 +25,9 @@ from itm_fast.training.loss_rules import (
     MINING,
     RIVALS,
     check_loss,
-    default_warmup,
     mining_of,
     present_defaults,
+    warmup_of,
 )
 from itm_fast.training.rivals.mixture import MIXTURES
 
@@ -517,11 +517,11 @@ class TrainConfig:
     def __attrs_post_init__(self) -> None:
         for name, value in present_defaults(settings.to_dict(self)).items():
             object.__setattr__(self, name, value)
-        if self.mining is None:
-            object.__setattr__(self, "mining", mining_of(self))
         check_loss(self)
-        if self.warmup_epochs is None:
-            object.__setattr__(self, "warmup_epochs", default_warmup(self))
+
+    def resolved(self) -> TrainConfig:
+        """Return the settings with the negatives and the warm-up of a training in place of None."""
+        return attrs.evolve(self, mining=mining_of(self), warmup_epochs=warmup_of(self))
 
     @property
     def trains_discriminators(self) -> bool:

@@ -25,7 +25,6 @@ __all__ = [
     "check_auxiliary",
     "check_copies",
     "check_loss",
-    "default_warmup",
     "described_boosting",
     "escapes",
     "is_mutual",
@@ -33,6 +32,7 @@ __all__ = [
     "mining_of",
     "present_defaults",
     "warms_up_itself",
+    "warmup_of",
     "without_idle",
 ]
 
@@ -89,17 +89,19 @@ _OF_CONVERSIONS = (
 def check_loss(config: Any) -> None:
     """Raise ValueError naming the first setting that has no effect with the others."""
     loss = registry.find(config.loss)
-    if loss.mining is not None and config.mining not in loss.mining:
-        raise ValueError(f"mining: the loss {config.loss} takes {loss.mining[0]}, got {config.mining!r}")
+    mining = mining_of(config)
+    if loss.mining is not None and mining not in loss.mining:
+        raise ValueError(f"mining: the loss {config.loss} takes {loss.mining[0]}, got {mining!r}")
     if config.loss_options:
         registry.create(config.loss, loss_settings(config), config.loss_options)
     fields = settings.fields_of(type(config))
     boosting = boosting_of(config)
+    resolved = {"boosting": boosting, "mining": mining}
     # Boosting uses --margin, too, unless --boosting-margin is given.
     boosted = config.scenario in ANCHORED and boosting in BOOSTED and config.boosting_margin is None
     of_loss = [name for name in _OF_LOSS if not (boosted and name == "margin")]
     for name, other, values in (*map(_with_losses, of_loss), *_DEPENDENT):
-        value, chosen = getattr(config, name), boosting if other == "boosting" else getattr(config, other)
+        value, chosen = getattr(config, name), resolved.get(other, getattr(config, other))
         is_default = value == fields[name].default or (name == "warmup_epochs" and value == 0)
         if chosen not in values and not is_default:
             raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
@@ -114,11 +116,12 @@ def check_loss(config: Any) -> None:
             "has no such options"
         )
     if config.scenario in RIVALS:
-        for name, wanted in (("loss", "triplet"), ("mining", "hardest"), ("halve_loss", False)):
-            if getattr(config, name) != wanted:
-                raise ValueError(
-                    f"{name}: the scenario {config.scenario} takes {shown(wanted)}, got {shown(getattr(config, name))}"
-                )
+        found = (
+            ("loss", config.loss, "triplet"), ("mining", mining, "hardest"), ("halve_loss", config.halve_loss, False),
+        )  # fmt: skip
+        for name, value, wanted in found:
+            if value != wanted:
+                raise ValueError(f"{name}: the scenario {config.scenario} takes {shown(wanted)}, got {shown(value)}")
 
 
 def check_auxiliary(config: Any, name: str, processes: int) -> None:
@@ -139,16 +142,18 @@ def check_copies(config: Any, processes: int) -> None:
         raise ValueError(f"loss: {config.loss} trains in one process, got {processes}")
 
 
-def default_warmup(config: Any) -> int:
-    """Return the number of epochs with all negatives if the settings name none.
+def warmup_of(config: Any) -> int:
+    """Return the number of epochs with all negatives. If the settings name none, it follows from the others.
 
     With the hardest negatives from the first step on, a fresh model often gives all pairs the same score and stays
     there. The code of VSE-infinity starts with an epoch of all negatives, too.
     """
+    if config.warmup_epochs is not None:
+        return int(config.warmup_epochs)
     is_trained = config.start is not None and config.conversions is None
     is_fresh = not is_trained and (config.scenario != "oas" or not config.anchor_start)
     warms_up = config.loss == "triplet" or warms_up_itself(config.loss)
-    return int(warms_up and config.mining == "hardest" and config.epochs > 1 and is_fresh)
+    return int(warms_up and mining_of(config) == "hardest" and config.epochs > 1 and is_fresh)
 
 
 def escapes(config: Any, mining: str) -> str:
@@ -204,7 +209,7 @@ def loss_settings(config: Any) -> dict[str, Any]:
     """Return the settings of the run that a loss can have parameters for, by the names of these parameters."""
     return {
         "margin": config.margin,
-        "mining": config.mining,
+        "mining": mining_of(config),
         "epsilon": config.epsilon,
         "selective_divisor": config.selective_divisor,
         "halve": config.halve_loss,

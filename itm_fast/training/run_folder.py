@@ -22,7 +22,6 @@ from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 from itm_fast.training.lock import LOCK_FILE
-from itm_fast.training.loss_rules import default_warmup
 from itm_fast.training.trackers import tracker_folders
 
 __all__ = [
@@ -75,11 +74,10 @@ def check_paths(run: str | Path, config: TrainConfig, given: Container[str]) -> 
 
 
 def with_saved_defaults(config: TrainConfig) -> TrainConfig:
-    """Return the settings of a run to resume with its warm-up, if neither names one: the default follows the epochs."""
-    saved = saved_config(config.out)
-    if all(one.warmup_epochs == default_warmup(one) for one in (saved, config)):
-        return attrs.evolve(config, warmup_epochs=saved.warmup_epochs)
-    return config
+    """Return the settings of a run to resume with its warm-up if they name none, as the default follows the epochs."""
+    if config.warmup_epochs is not None:
+        return config
+    return attrs.evolve(config, warmup_epochs=saved_config(config.out).resolved().warmup_epochs)
 
 
 def check(config: TrainConfig, *, resume: bool) -> None:
@@ -136,7 +134,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
     if not resume:
         (run / METRICS).unlink(missing_ok=True)
     absolute: dict[str, Any] = {name: _absolute(path) for name, path in _paths(config).items()}
-    atomic.write_text(run / CONFIG, to_yaml(attrs.evolve(config, **absolute)))
+    atomic.write_text(run / CONFIG, to_yaml(attrs.evolve(config, **absolute).resolved()))
     return run
 
 
@@ -184,6 +182,7 @@ def _written(run: Path) -> list[Path]:
 
 
 def _first_difference(before: TrainConfig, now: TrainConfig) -> tuple[str, object, object] | None:
+    before, now = before.resolved(), now.resolved()
     places = [{name: os.path.realpath(path) for name, path in _paths(one).items()} for one in (before, now)]
     for name, field in settings.fields_of(TrainConfig).items():
         old, new = getattr(before, name), getattr(now, name)

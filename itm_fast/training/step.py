@@ -66,7 +66,8 @@ class Stepper:
         data: Any = None,
         validation_data: Any = None,
     ) -> None:
-        self.config, self.device, self.world, self.data = config, device, world or World(), data
+        self.config = config = config.resolved()
+        self.device, self.world, self.data = device, world or World(), data
         self._per_epoch, self._epoch = per_epoch, 0
         if self.world.size > 1 and config.scenario in RIVALS:
             raise ValueError(f"scenario: {config.scenario} trains in one process, got {self.world.size}")

@@ -74,7 +74,8 @@ class Trainer:
         progress: bool = True,
         world: World | None = None,
     ) -> None:
-        self.config, self.world = config, world or World()
+        self.config = config = config.resolved()
+        self.world = world or World()
         self.device = torch.device(self.world.device(config.device))
         self.model = as_model(model).to(self.device)
         self._own_loss = loss is not None

@@ -272,8 +272,9 @@ def test_settings_of_the_loss_that_do_not_fit(options: dict[str, object], messag
 
 def test_a_run_warms_up_with_the_own_loss(data: Path, tmp_path: Path) -> None:
     """An epoch of all negatives comes first by default: with the hardest ones, a fresh model gives 0.5 to all pairs."""
-    assert config(data, tmp_path, model="camp", loss="bce", warmup_epochs=None).warmup_epochs == 1
-    assert config(data, tmp_path, model="camp", loss="bce", mining="all", warmup_epochs=None).warmup_epochs == 0
+    assert config(data, tmp_path, model="camp", loss="bce", warmup_epochs=None).resolved().warmup_epochs == 1
+    settings = config(data, tmp_path, model="camp", loss="bce", mining="all", warmup_epochs=None)
+    assert settings.resolved().warmup_epochs == 0
     trainer = make_trainer(config(data, tmp_path, model="camp", loss="bce"))
     scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     for mining in ("all", "hardest"):

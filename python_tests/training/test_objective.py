@@ -145,7 +145,7 @@ def test_the_command_line_says_it_in_one_line(data: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize("loss", ["bce", "cmpm", "infonce", "matching_bce", "polynomial", "siglip", "triplet"])
 def test_a_loss_takes_its_own_negatives_if_none_are_named(loss: str) -> None:
     own = dict.fromkeys(("cmpm", "infonce", "matching_bce", "siglip"), "all")
-    assert TrainConfig(data="d", out="o", loss=loss).mining == own.get(loss, "hardest")
+    assert TrainConfig(data="d", out="o", loss=loss).resolved().mining == own.get(loss, "hardest")
     assert TrainConfig(data="d", out="o", loss="bce", mining="all").mining == "all"
 
 

@@ -260,7 +260,7 @@ def test_a_run_of_one_epoch_continues_with_its_default_warm_up(data: Path, tmp_p
     settings = config(data, tmp_path / "run", epochs=1, warmup_epochs=None)
     run(settings)
     more = config(data, tmp_path / "run", epochs=2, warmup_epochs=None)
-    assert (settings.warmup_epochs, more.warmup_epochs) == (0, 1)
+    assert (settings.resolved().warmup_epochs, more.resolved().warmup_epochs) == (0, 1)
     assert run(more, resume=True).steps == 8
     assert saved_config(tmp_path / "run").warmup_epochs == 0
     with pytest.raises(ValueError, match="holds a run with warmup_epochs = 0, not 2"):

@@ -133,6 +133,7 @@ def test_runs_with_former_defaults_resume(
     file = tmp_path / "run" / "train.yaml"
     before = yaml.safe_load(file.read_text()) | idle
     file.write_text(yaml.safe_dump(before))
+    first = first.resolved()
     assert saved_config(tmp_path / "run") == first
     run(first, resume=True)
     file.write_text(yaml.safe_dump(before | kept))

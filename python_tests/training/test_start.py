@@ -134,7 +134,7 @@ def test_branches_with_a_common_start_part(data: Path, tmp_path: Path, trained: 
 
 @pytest.mark.parametrize(("expected", "changes"), [(0, {}), (1, {"conversions": 2}), (1, {"warmup_epochs": 1})])
 def test_a_trained_model_needs_no_epoch_of_all_negatives(expected: int, changes: dict[str, object]) -> None:
-    assert TrainConfig(data="d", out="o", start="run", **changes).warmup_epochs == expected
+    assert TrainConfig(data="d", out="o", start="run", **changes).resolved().warmup_epochs == expected
 
 
 def test_a_vision_model_comes_with_the_trained_model(tmp_path: Path) -> None:

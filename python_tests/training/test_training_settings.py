@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from itm_fast import models
@@ -78,7 +79,7 @@ def test_values_from_the_command_line() -> None:
 def test_train_yaml_holds_the_settings(data: Path, tmp_path: Path) -> None:
     settings = config(data, tmp_path / "run", epochs=1)
     run(settings)
-    assert build(TrainConfig, read_yaml(tmp_path / "run" / "train.yaml")) == settings
+    assert build(TrainConfig, read_yaml(tmp_path / "run" / "train.yaml")) == settings.resolved()
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["embed_dim"] == 16
     assert to_dict(settings)["model_options"] == OPTIONS
 
@@ -100,6 +101,20 @@ def test_train_yaml_holds_the_settings(data: Path, tmp_path: Path) -> None:
 )
 def test_hardest_negatives_wait_for_an_epoch_of_all_negatives(expected: int, changes: dict[str, Any]) -> None:
     settings = TrainConfig(data="d", out="o", **changes)
-    assert settings.warmup_epochs == expected
+    assert settings.resolved().warmup_epochs == expected
     # A recorded configuration is read back unchanged.
     assert TrainConfig(**to_dict(settings)) == settings
+    assert TrainConfig(**to_dict(settings.resolved())) == settings.resolved()
+
+
+@pytest.mark.parametrize("loss", ["clipped_sct", "polynomial", "infonce", "triplet"])
+def test_another_loss_has_its_own_default_negatives_and_warm_up(loss: str) -> None:
+    first = TrainConfig(data="d", out="o", loss=loss)
+    for other in ("clipped_sct", "polynomial", "infonce", "triplet"):
+        changed = attrs.evolve(first, loss=other).resolved()
+        assert changed == TrainConfig(data="d", out="o", loss=other).resolved()
+    kept = attrs.evolve(first, loss="triplet", mining="all", warmup_epochs=2)
+    assert (kept.mining, kept.resolved().mining, kept.resolved().warmup_epochs) == ("all", "all", 2)
+    with pytest.raises(ValueError, match=r"^mining: the loss polynomial takes hardest, got 'all'$"):
+        attrs.evolve(kept, loss="polynomial")
+    assert attrs.evolve(first, loss="triplet", epochs=1).resolved().warmup_epochs == 0

@@ -124,7 +124,7 @@ def freeze(part: nn.Module) -> None:
 def _config(
     first: str, second: str, out: str, data: str, epochs: int | None, machine: Mapping[str, Any]
 ) -> TrainConfig:
-    before, config = run_folder.saved_config(first), run_folder.saved_config(second)
+    before, config = (run_folder.saved_config(run).resolved() for run in (first, second))
     free = {name for name, field in settings.fields_of(TrainConfig).items() if field.metadata["free_on_resume"]}
     for name, value in settings.to_dict(config).items():
         if name not in free | {"seed", "vocab"} and getattr(before, name) != value:
