@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import CHANNELS, as_pictures, patch_side
 from itm_fast.nn.published_names import keep_published_names
@@ -114,7 +115,8 @@ class BackboneEncoder(nn.Module):
         pictures = as_pictures(features, self.side)
         count = self.regions(pictures.shape[-1])
         if not len(pictures):
-            return Fragments.from_padded(pictures.new_zeros(0, count, self.width))
+            empty = pictures.new_zeros(0, count, self.width)
+            return Fragments.from_padded(connected(empty, self.backbone.parameters()))
         pixels = ((pictures + 1) / 2 - self.mean) / self.std
         # DINOv2 interpolates without being asked.
         more = {} if self.kind.startswith("dinov2") else {"interpolate_pos_encoding": True}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.text_encoder import check_captions
 from itm_fast.reference import validation
@@ -69,7 +70,7 @@ class BertTextEncoder(nn.Module):
         ids, inside, offsets = padded_pieces(token_ids, lengths, self.vocab_size, self.max_length)
         if ids.shape[1] == 0:
             empty = next(self.bert.parameters()).new_zeros(0, self.bert.config.hidden_size)
-            return Fragments(empty, offsets, check=False, max_length=0)
+            return Fragments(connected(empty, self.bert.parameters()), offsets, check=False, max_length=0)
         # A caption without words sees one token, whose state is left.
         seen = inside | (torch.arange(ids.shape[1], device=ids.device) == 0)
         states = self.bert(input_ids=ids, attention_mask=seen.to(torch.int64)).last_hidden_state

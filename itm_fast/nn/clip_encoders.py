@@ -17,6 +17,7 @@ from torch.nn import functional
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.nn.backbone_encoder import BackboneEncoder
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.published_names import keep_published_names
 from itm_fast.nn.text_encoder import check_captions
@@ -88,7 +89,7 @@ class ClipImageEncoder(BackboneEncoder):
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Turn sets of tokens (n, t, width) into embeddings (n, d)."""
         if not len(tokens):
-            return tokens.new_zeros(0, self.embed_dim)
+            return connected(tokens.new_zeros(0, self.embed_dim), [tokens, *self.fc.parameters()])
         embedded: Tensor = self.fc(tokens)
         return embedded
 
@@ -184,7 +185,8 @@ class ClipTextEncoder(nn.Module):
             raise ValueError(f"token_ids: expected at most {self.max_length} tokens in a caption, got {longest}")
         width = self.max_length if self.fills else max(longest, 1)
         if not len(lengths):
-            return next(self.backbone.parameters()).new_zeros(0, width, self.width), 0
+            empty = next(self.backbone.parameters()).new_zeros(0, width, self.width)
+            return connected(empty, self.backbone.parameters()), 0
         cut = token_ids[:, :width].to(torch.int64)
         outside = torch.arange(width, device=cut.device) >= lengths.to(cut.device)[:, None]
         ids = functional.pad(cut, (0, width - cut.shape[1])).masked_fill(outside, self.pad)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer, narrowed
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.packing import padded_rows
 from itm_fast.reference import validation
 
@@ -36,7 +37,7 @@ class ExternalSpacePooling(nn.Module):
         validation.check_fragments("sets", sets)
         rows = sets.values.to(torch.promote_types(sets.dtype, torch.float32))
         if rows.shape[0] == 0:
-            return rows.new_zeros(len(sets), rows.shape[1])
+            return connected(rows.new_zeros(len(sets), rows.shape[1]), [rows, *self.parameters()])
         logits = self.linear(narrowed(rows, self.linear.weight)).to(rows.dtype)
         values, logits = padded_rows(sets, rows), padded_rows(sets, logits)
         # An empty set sees one row of zeros, which gives zero.

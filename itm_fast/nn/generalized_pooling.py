@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from itm_fast.fragments import Fragments, check_has_values
+from itm_fast.nn.no_rows import connected
 
 __all__ = ["GeneralizedPooling"]
 
@@ -65,7 +66,7 @@ class GeneralizedPooling(nn.Module):
         check_has_values("features", sets.offsets)
         counts = sets.lengths.cpu()
         if not len(counts):
-            return values.new_zeros(0, values.shape[1])
+            return connected(values.new_zeros(0, values.shape[1]), [values, *self.parameters()])
         if bool((counts == 0).any()):
             raise ValueError(f"features: expected at least one row in each set, set {int(counts.argmin())} has none")
         distinct, which = counts.unique(return_inverse=True)

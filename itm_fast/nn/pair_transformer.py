@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.bert_text_encoder import make_bert, padded_pieces
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.similarity import wide_linear
 from itm_fast.reference import validation
 
@@ -80,7 +81,8 @@ class PairTransformer(nn.Module):
         if ids.shape[1]:
             rows = self.bert.embeddings(input_ids=ids)[inside]
         else:
-            rows = self.pooler.weight.new_zeros(0, self.pooler.in_features)
+            empty = self.pooler.weight.new_zeros(0, self.pooler.in_features)
+            rows = connected(empty, self.bert.embeddings.parameters())
         return Fragments(rows, offsets, check=False, max_length=ids.shape[1])
 
     def embed_tags(self, token_ids: Tensor, lengths: Tensor) -> Fragments:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import as_regions
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.normalization import l2norm
 from itm_fast.reference import validation
 
@@ -73,7 +74,7 @@ class PatchEncoder(nn.Module):
         pictures = as_pictures(features, self.side)
         patches = as_regions(features, self.side * self.side * CHANNELS)
         if pictures.numel() == 0:
-            return patches.with_values(patches.values.new_zeros(0, dim))
+            return patches.with_values(connected(patches.values.new_zeros(0, dim), layers.parameters()))
         embedded = layers(pictures).flatten(2).transpose(1, 2).reshape(len(patches.values), -1)
         return patches.with_values(l2norm(embedded) if normalize else embedded)
 

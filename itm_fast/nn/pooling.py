@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.fragments import Fragments
+from itm_fast.nn.no_rows import connected
 from itm_fast.reference import validation
 
 __all__ = ["final_states", "mean_pool"]
@@ -33,7 +34,8 @@ def final_states(states: Fragments, *, bidirectional: bool = False) -> Tensor:
     rows, dim = states.values.shape
     wide = torch.promote_types(states.dtype, torch.float32)
     if rows == 0:
-        return states.values.new_zeros(len(states), dim // 2 if bidirectional else dim, dtype=wide)
+        zeros = states.values.new_zeros(len(states), dim // 2 if bidirectional else dim, dtype=wide)
+        return connected(zeros, [states.values])
     empty = (states.lengths == 0)[:, None]
     # Indices of empty sets may lie outside; what they select is replaced.
     last = states.values[(states.offsets[1:] - 1).clamp(min=0)].to(wide)

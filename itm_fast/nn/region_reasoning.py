@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.packing import Packing, padded_rows, rows_of_padded
 from itm_fast.nn.pooling import final_states
 from itm_fast.nn.residual_image_encoder import RowNorm
@@ -71,5 +72,6 @@ class RegionReader(nn.Module):
         validation.check_fragments("regions", regions)
         packing = Packing(regions.lengths, regions.device)
         if packing.n_rows == 0:
-            return regions.values.new_zeros(len(regions), regions.values.shape[1])
+            empty = regions.values.new_zeros(len(regions), regions.values.shape[1])
+            return connected(empty, [regions.values, *self.parameters()])
         return final_states(packing.unpack(self.rnn(packing.pack(regions.values))[0].data))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import narrowed
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.packing import padded_rows, rows_of_padded
 from itm_fast.reference import validation
 
@@ -47,7 +48,7 @@ class SelfAttentionLayer(nn.Module):
         wide = torch.promote_types(sets.dtype, torch.float32)
         rows = narrowed(sets.values.to(wide), self.query.weight)
         if rows.shape[0] == 0:
-            return sets.with_values(rows.to(wide))
+            return sets.with_values(connected(rows.to(wide), self.parameters()))
         query, key, value = (self._heads(sets, layer(rows)) for layer in (self.query, self.key, self.value))
         # A set without rows sees one of zeros, so that no softmax is empty; its result is left out.
         seen = torch.arange(key.shape[2], device=rows.device) < sets.lengths.clamp(min=1)[:, None]

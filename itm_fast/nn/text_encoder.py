@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from itm_fast.fragments import Fragments, has_values
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.packing import Packing
 from itm_fast.reference import validation
@@ -71,7 +72,8 @@ class TextEncoder(nn.Module):
         packing = Packing(lengths, token_ids.device)
         if packing.n_rows == 0:
             directions = 2 if self.rnn.bidirectional else 1
-            return self.embed.weight.new_zeros(0, directions * self.embed_dim), packing
+            empty = self.embed.weight.new_zeros(0, directions * self.embed_dim)
+            return connected(empty, self.parameters()), packing
         words = self.dropout(self.embed(token_ids.reshape(-1)[packing.padded_index(token_ids.shape[1])]))
         return self.rnn(PackedSequence(words, packing.batch_sizes))[0].data, packing
 

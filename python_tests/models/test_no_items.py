@@ -1,0 +1,57 @@
+"""Encoding no images and no captions, as a process without a share of a batch does, reaches all weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from itm_fast import models
+from itm_fast.fragments import Fragments
+
+SIZES = {"vocab_size": 20, "feature_dim": 12, "embed_dim": 16, "word_dim": 8}
+BERT = {"text_encoder": "bert", "bert_dim": 16, "bert_layers": 1, "bert_heads": 2, "bert_hidden_dim": 16}
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("scan", {}), ("scan", {"regulator": "rcar"}), ("scan", {"image_encoder": "residual"}),
+    ("scan", {"image_encoder": "patches"}), ("scan", BERT), ("bfan", {}), ("camp", {}), ("chan", {}), ("dbl", {}),
+    ("esa", {}), ("laps", {"n_regions": 4}), ("naaf", {}), ("pfan", {"feature_dim": 8}), ("rvsepp", {}), ("saem", {}),
+    ("sgraf", {"n_regions": 4}), ("vse_infty", {}), ("vsepp", {}), ("vsrn", {}),
+]  # fmt: skip
+
+
+def total(embeddings: Any) -> Tensor:
+    if isinstance(embeddings, tuple):
+        return sum((total(part) for part in embeddings), torch.zeros(()))
+    return (embeddings.values if isinstance(embeddings, Fragments) else embeddings).float().sum()
+
+
+def learning(model: models.MatchingModel, n: int) -> dict[str, Tensor]:
+    """Return the gradients that encoding n images and n captions gives, by name."""
+    model.zero_grad()
+    token_ids = torch.zeros(n, 6, dtype=torch.int64)
+    images, captions = model.encode(torch.randn(n, 4, 12), token_ids, torch.full((n,), 3))
+    (total(images) + total(captions)).backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "settings"), MODELS)
+def test_no_images_and_captions_give_gradients_of_zero(name: str, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = models.create(name, **{**SIZES, **settings})
+    found, expected = learning(model, 0), learning(model, 3)
+    assert expected.keys() <= found.keys()
+    assert all(not gradient.any() for gradient in found.values())
+
+
+@pytest.mark.parametrize("name", ["scan", "vse_infty", "vsrn"])
+def test_scores_of_no_captions_reach_the_weights_of_both_encoders(name: str) -> None:
+    torch.manual_seed(0)
+    model = models.create(name, **SIZES)
+    images, _ = model.encode(torch.randn(3, 4, 12), torch.zeros(3, 6, dtype=torch.int64), torch.full((3,), 3))
+    _, captions = model.encode(torch.randn(0, 4, 12), torch.zeros(0, 6, dtype=torch.int64), torch.zeros(0).long())
+    scores = model.score(images, captions)
+    scores.sum().backward()
+    assert scores.shape == (3, 0)
+    assert [key for key, weight in model.named_parameters() if weight.grad is None] == []
