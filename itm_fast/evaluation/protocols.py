@@ -21,7 +21,7 @@ from itm_fast.distributed import World
 from itm_fast.evaluation.array_likes import ArrayLike, as_integers, as_tensor
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.ranks import FoldRanks, Ranks
-from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
+from itm_fast.evaluation.scoring import Gallery, Scorer, check_gallery, score_matrix
 from itm_fast.evaluation.streaming import stream_ranks
 from itm_fast.functional import recall_summary, retrieval_ranks
 from itm_fast.ops.retrieval import check_caption_image
@@ -67,6 +67,7 @@ def evaluate(
         All values are means over the folds.
 
     Raises:
+        TypeError: `dataset` is no data set.
         ValueError: a caption belongs to no image of the data set, `first_images` is out of range, `folds` does not
             divide the number of images, or a fold has no captions.
     """
@@ -123,6 +124,8 @@ def evaluate_ensemble(
     """
     if not members:
         raise ValueError("members: expected at least one model with its data set")
+    for _, dataset in members:
+        check_gallery(dataset)
     first = members[0][1]
     for _, dataset in members[1:]:
         if dataset.n_images != first.n_images or not torch.equal(dataset.caption_image, first.caption_image):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,9 @@ from tqdm.auto import tqdm
 from itm_fast.distributed import World
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.shares import encoded_tiles, gathered_scores, split_tiles
+from itm_fast.files.messages import shown
 
-__all__ = ["Gallery", "Scorer", "check_tiles", "evaluation_mode", "score_matrix"]
+__all__ = ["Gallery", "Scorer", "check_gallery", "check_tiles", "evaluation_mode", "score_matrix"]
 
 
 class Gallery(Protocol):
@@ -39,6 +41,14 @@ class Scorer(Protocol):
     def encode_images(self, features: Any, /) -> Any: ...
     def encode_captions(self, token_ids: Tensor, lengths: Tensor, /) -> Any: ...
     def score(self, images: Any, captions: Any, /) -> Tensor: ...
+
+
+def check_gallery(dataset: object) -> None:
+    """Raise TypeError if it is no data set."""
+    for name in ("n_images", "caption_image", "image_batch", "caption_batch", "__len__"):
+        if not hasattr(dataset, name):
+            hint = "; open a folder with itm_fast.data.open_split" if isinstance(dataset, str | Path) else ""
+            raise TypeError(f"dataset: expected a data set, got {shown(dataset)}, which has no {name}{hint}")
 
 
 def score_matrix(
@@ -77,8 +87,10 @@ def score_matrix(
         `(n, m)` float32 (float64 from a model in float64) on the CPU.
 
     Raises:
+        TypeError: `dataset` is no data set.
         ValueError: a tile size is below 1, or the data set finds bad features.
     """
+    check_gallery(dataset)
     check_tiles(tile_images, tile_captions)
     world = world or World()
     images = torch.arange(dataset.n_images) if images is None else images

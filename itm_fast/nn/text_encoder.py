@@ -79,11 +79,13 @@ class TextEncoder(nn.Module):
 
 
 def check_captions(token_ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    """Raise ValueError if padded ids (n, L) and lengths (n,) do not fit. Values are checked only on the CPU."""
+    """Raise TypeError or ValueError if padded ids (n, L) and lengths (n,) do not fit; values only on the CPU."""
     if token_ids.dim() != 2 or token_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"token_ids: expected an integer tensor (n, L), got {token_ids.dtype} of shape {tuple(token_ids.shape)}"
         )
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"lengths: expected an integer tensor, got {validation.describe(lengths)}")
     if lengths.shape != token_ids.shape[:1] or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths: expected an integer tensor of shape ({token_ids.shape[0]},), "

@@ -72,10 +72,15 @@ class Branch:
         """Compute and clip the gradients of `loss`. Return `loss`, and the norm before clipping as `grad_norm`.
 
         Raises:
-            ValueError: the loss or the norm of step `number` is not finite, or a weight has no part in the loss of the
-                first step.
+            ValueError: the loss or the norm of step `number` is not finite, the loss depends on no weight, or a weight
+                has no part in the loss of the first step.
         """
         value = finite("loss", loss, number)
+        if not loss.requires_grad:
+            raise ValueError(
+                f"loss: that of step {number} depends on no weight; look for detach(), item(), numpy() and no_grad() "
+                "in the model and in the loss"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         for action in self.after_backward:

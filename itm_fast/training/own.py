@@ -75,7 +75,18 @@ class OwnModel(MatchingModel):
         return self.module.encode_captions(token_ids, lengths)
 
     def score(self, images: Any, captions: Any) -> Tensor:
-        return self.module.score(images, captions)
+        """Score by the module; ValueError if it does not return a matrix of images and captions."""
+        found: Tensor = self.module.score(images, captions)
+        counts = [_count(sets) if isinstance(sets, Tensor | Fragments) else None for sets in (images, captions)]
+        shape = tuple(found.shape) if isinstance(found, Tensor) else ()
+        if len(shape) != 2 or any(count not in (None, size) for count, size in zip(counts, shape, strict=True)):
+            expected = ", ".join(
+                name if count is None else str(count) for name, count in zip("nm", counts, strict=True)
+            )
+            raise ValueError(
+                f"model: score: expected a tensor (images, captions) of shape ({expected}), got {_of(found)}"
+            )
+        return found
 
     @property
     def scores_within_one(self) -> bool:
@@ -135,7 +146,9 @@ class OwnData:
                 f"{split} data: caption_image: expected int64 ({len(data)},), got {self.caption_image.dtype} "
                 f"{tuple(self.caption_image.shape)}"
             )
-        if len(data) and not 0 <= int(self.caption_image.min()) <= int(self.caption_image.max()) < self.n_images:
+        if len(data) == 0:
+            raise ValueError(f"{split} data: expected at least one caption, got none")
+        if not 0 <= int(self.caption_image.min()) <= int(self.caption_image.max()) < self.n_images:
             raise ValueError(f"{split} data: caption_image: expected images from 0 to {self.n_images - 1}")
 
     def __len__(self) -> int:
@@ -152,12 +165,29 @@ class OwnData:
         return torch.as_tensor(found)
 
     def image_batch(self, image_indices: Tensor) -> Any:
-        """Read images; see `Gallery`."""
-        return self.data.image_batch(image_indices)
+        """Read images; see `Gallery`. TypeError, ValueError: they are no tensor or `Fragments`, or not as many."""
+        found = self.data.image_batch(image_indices)
+        self._check("image_batch", "a tensor or Fragments", found, len(image_indices))
+        return found
 
     def caption_batch(self, caption_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Read captions; see `Gallery`."""
-        return self.data.caption_batch(caption_indices)
+        """Read captions; see `Gallery`. TypeError, ValueError: they are no two tensors, or not as many."""
+        found = self.data.caption_batch(caption_indices)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"{self.split} data: caption_batch: expected two tensors, token_ids and lengths, got {_of(found)}"
+            )
+        token_ids, lengths = found
+        self._check("caption_batch: token_ids", "a tensor", token_ids, len(caption_indices))
+        self._check("caption_batch: lengths", "a tensor", lengths, len(caption_indices))
+        return token_ids, lengths
+
+    def _check(self, what: str, expected: str, found: Any, count: int) -> None:
+        # Other objects may know how to go to a device, too; only tensors and Fragments are counted.
+        if not hasattr(found, "to"):
+            raise TypeError(f"{self.split} data: {what}: expected {expected}, got {_of(found)}")
+        if isinstance(found, Tensor | Fragments) and _count(found) != count:
+            raise ValueError(f"{self.split} data: {what}: expected {count}, as many as indices, got {_of(found)}")
 
     def batch(self, caption_indices: np.ndarray) -> Batch:
         """Return captions and the image of each."""
@@ -217,8 +247,11 @@ class OwnLoss(nn.Module):
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
+        if isinstance(function, type):
+            raise TypeError(f"loss: expected a function of the scores, got a class; pass {function.__name__}(...)")
         if not callable(function):
-            raise TypeError(f"loss: expected a function of the scores, got {shown(function)}")
+            hint = "; TrainConfig(loss=...) takes the names of losses" if isinstance(function, str) else ""
+            raise TypeError(f"loss: expected a function of the scores, got {shown(function)}{hint}")
         self.function = function
         self.copies: int = getattr(function, "copies", 1)  # As of `SelfExpandingLoss`.
         called = function.forward if isinstance(function, nn.Module) else function
@@ -236,6 +269,21 @@ class OwnLoss(nn.Module):
         return found
 
 
+def _count(sets: Tensor | Fragments) -> int | None:
+    return len(sets) if isinstance(sets, Fragments) or sets.dim() else None
+
+
+def _of(value: object) -> str:
+    """Describe a value for a message: the shape of a tensor, else the type."""
+    if isinstance(value, Fragments):
+        return f"Fragments of {len(value)} sets"
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a value of type {type(value).__name__}"
+    )
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wrapped, and any other as it is: its methods and names are needed."""
     wrapped = getattr(model, "_orig_mod", model)
@@ -249,6 +297,8 @@ def as_model(model: nn.Module) -> MatchingModel:
         TypeError: it is no module, or lacks a method.
         ValueError: no weight can be trained, or a checkpoint cannot hold one of its parameters or buffers.
     """
+    if isinstance(model, type):
+        raise TypeError(f"model: expected a torch.nn.Module, got a class; pass {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {shown(model)}")
     model = uncompiled(model)

@@ -147,7 +147,9 @@ class Stepper:
         """Return the warning of collapsed scores after a step of the target; `spread` is that of logged steps."""
         scores, loss = result.scores, None
         assert scores is not None
-        if number == 1 and spread is None:  # Later spreads are compared with that of the untrained model.
+        if (
+            number == 1 and spread is None and scores.numel() > 1
+        ):  # Later spreads are compared with that of the untrained model.
             spread = float(scores.float().std())
         if self._own_loss:
             return self.plateau.update(spread, "Lower --lr")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,3 +314,16 @@ def test_the_table() -> None:
         assert len({len(line) for line in long}) == 1
     # Numbers end where the titles above them end.
     assert lines[1].index("R@1") + 3 == lines[2].index("100.0") + 5
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("data", r"^dataset: expected a data set, got 'data', which has no n_images; open a folder with itm_fast.data"),
+        (torch.nn.Linear(1, 1), r"^dataset: expected a data set, got <Linear>, which has no n_images$"),
+    ],
+)
+@pytest.mark.parametrize("compute", [evaluate, score_matrix])
+def test_something_else_than_a_data_set_is_refused(compute: Callable[..., Any], dataset: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        compute(torch.nn.Linear(1, 1), dataset)

@@ -120,6 +120,11 @@ def test_text_encoder_names_bad_input(ids: list, lengths: list, message: str) ->
         TextEncoder(23, 12)(torch.tensor(ids), torch.tensor(lengths))
 
 
+def test_text_encoder_names_lengths_that_are_no_tensor() -> None:
+    with pytest.raises(TypeError, match=r"^lengths: expected an integer tensor, got \[2\] \(list\)$"):
+        TextEncoder(23, 12)(torch.tensor([[1, 2]]), [2])
+
+
 def test_image_encoder_values_and_start() -> None:
     torch.manual_seed(0)
     encoder = ImageEncoder(10, 12)

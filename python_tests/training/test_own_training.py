@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +407,17 @@ class Mute(Matcher):
     score = None  # type: ignore[assignment]
 
 
+class Rescored(Matcher):
+    """A `Matcher` that returns something else for its scores."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.change = change
+
+    def score(self, images: Any, captions: Any) -> Any:
+        return self.change(super().score(images, captions))
+
+
 BUILT_IN = models.create("vsepp", vocab_size=7, feature_dim=3, embed_dim=4, word_dim=2)
 
 
@@ -467,6 +479,44 @@ def broken(**changes: object) -> Stripes:
             r"dev data: caption_image: expected int64 \(60,\), got torch.float32 \(60,\)",
         ),
         ({"train_data": broken(n_images=3)}, {}, ValueError, "train data: caption_image: expected images from 0 to 2"),
+        ({"validation_data": Stripes(0, 1)}, {}, ValueError, "dev data: expected at least one caption, got none"),
+        (
+            {"train_data": broken(image_batch=lambda images: images.numpy())}, {}, TypeError,
+            "train data: image_batch: expected a tensor or Fragments, got a value of type ndarray",
+        ),
+        (
+            {"train_data": broken(image_batch=lambda images: torch.zeros(24, 6, 3))}, {}, ValueError,
+            r"train data: image_batch: expected 25, as many as indices, got a tensor of shape \(24, 6, 3\)",
+        ),
+        (
+            {"train_data": broken(caption_batch=lambda captions: torch.zeros(25, 6).long())}, {}, TypeError,
+            r"train data: caption_batch: expected two tensors, token_ids and lengths, got a tensor of shape \(25, 6\)",
+        ),
+        (
+            {"train_data": broken(caption_batch=lambda captions: (torch.zeros(25, 6).long(), [6] * 25))}, {},
+            TypeError, "train data: caption_batch: lengths: expected a tensor, got a value of type list",
+        ),
+        (
+            {"validation_data": broken(caption_batch=lambda captions: (torch.zeros(1, 6), torch.ones(1)))}, {},
+            ValueError, r"dev data: caption_batch: token_ids: expected 120, as many as indices, got a tensor of shape",
+        ),
+        (
+            {"model": Rescored(lambda scores: scores[..., None])}, {}, ValueError,
+            r"model: score: expected a tensor \(images, captions\) of shape \(25, 25\), got a tensor of shape",
+        ),
+        (
+            {"model": Rescored(lambda scores: scores[:-1])}, {}, ValueError,
+            r"\(25, 25\), got a tensor of shape \(24, 25\)",
+        ),
+        ({"model": Rescored(lambda scores: [scores])}, {}, ValueError, r"\(25, 25\), got a value of type list"),
+        ({"model": Rescored(Tensor.detach)}, {}, ValueError, "loss: that of step 1 depends on no weight; look for"),
+        ({"loss": lambda scores: scores.detach().sum()}, {}, ValueError, "loss: that of step 1 depends on no weight"),
+        ({"model": Matcher}, {}, TypeError, r"model: expected a torch.nn.Module, got a class; pass Matcher\(...\)"),
+        ({"loss": Scaled}, {}, TypeError, r"loss: expected a function of the scores, got a class; pass Scaled\(...\)"),
+        (
+            {"loss": "triplet"}, {}, TypeError,
+            r"got 'triplet'; TrainConfig\(loss=...\) takes the names of losses",
+        ),
         ({"loss": 3}, {}, TypeError, "loss: expected a function of the scores, got 3"),
         ({"loss": lambda scores: scores}, {}, TypeError, r"loss: expected a scalar tensor, got shape \(25, 25\)"),
         ({"loss": lambda scores: 1.0}, {}, TypeError, "loss: expected a scalar tensor, got float"),
