@@ -247,15 +247,12 @@ class OwnLoss(nn.Module):
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
-        if isinstance(function, str):
-            raise TypeError(
-                f"loss: expected a function of the scores, got {shown(function)}; TrainConfig(loss=...) takes the names "
-                "of losses"
-            )
         if isinstance(function, type):
             raise TypeError(f"loss: expected a function of the scores, got a class; pass {function.__name__}(...)")
         if not callable(function):
-            raise TypeError(f"loss: expected a function of the scores, got {shown(function)}")
+            raise TypeError(
+                f"loss: expected a function of the scores, got {shown(function)}; name a loss in TrainConfig(loss=...)"
+            )
         self.function = function
         self.copies: int = getattr(function, "copies", 1)  # As of `SelfExpandingLoss`.
         called = function.forward if isinstance(function, nn.Module) else function

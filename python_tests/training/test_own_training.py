@@ -515,7 +515,7 @@ def broken(**changes: object) -> Stripes:
         ({"loss": Scaled}, {}, TypeError, r"loss: expected a function of the scores, got a class; pass Scaled\(...\)"),
         (
             {"loss": "triplet"}, {}, TypeError,
-            r"got 'triplet'; TrainConfig\(loss=...\) takes the names of losses",
+            r"got 'triplet'; name a loss in TrainConfig\(loss=...\)",
         ),
         ({"loss": 3}, {}, TypeError, "loss: expected a function of the scores, got 3"),
         ({"loss": lambda scores: scores}, {}, TypeError, r"loss: expected a scalar tensor, got shape \(25, 25\)"),
