@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check and measure itm_fast on a machine with a GPU, torch with CUDA, nvcc, cmake and ninja; needs no network.
+# Check and measure itm_fast on a machine with a GPU, torch with CUDA, nvcc and what a build needs; needs no network.
 #
 #   benchmarks/gpu_check.sh                 # a first round: the first four stages, in short form, within 8 minutes
 #   benchmarks/gpu_check.sh build+smoke     # build, load, wrappers of PTX bit for bit, every operator once

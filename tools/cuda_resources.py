@@ -167,7 +167,8 @@ DYNAMIC = {
 
 HEAD = """# Resources of the CUDA kernels
 
-`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if a kernel spills more than
+`make cuda-resources` writes this page from the compiler's output. With nvcc, `.ci/run` compiles the kernels for one of
+the architectures, or for all if the counts are not those of the present sources. It fails if a kernel spills more than
 `MAY_SPILL` of the tool allows, or if one that should use tensor cores has no HMMA instructions. Registers are per
 thread, of 65,536 in a multiprocessor. Shared memory is per block: static, and dynamic as launches request it. Stack and
 spills are per thread. All sizes are in bytes.

@@ -166,6 +166,17 @@ def test_long_sets_on_tensor_cores(
     check_random_scores(kernels, query_lengths, context_lengths, dim, kernel, by_draws=True, **options)
 
 
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("focal", FOCAL_MODES)
+def test_every_option_with_sets_longer_than_a_tile(
+    kernels: AttentionKernels, normalization: str, focal: str | None
+) -> None:
+    number = NORMALIZATIONS.index(normalization) + len(NORMALIZATIONS) * FOCAL_MODES.index(focal)
+    options: dict[str, Any] = {"normalization": normalization, "focal": focal, "aggregation": AGGREGATIONS[number % 4]}
+    kernel = ("float32", "bf16", "fp16")[number % 3]
+    check_random_scores(kernels, [70, 66], [130, 60], 24, kernel, by_draws=True, **options)
+
+
 @pytest.mark.thorough
 def test_the_longest_sets_on_tensor_cores(kernels: AttentionKernels) -> None:
     """640 contexts and 512 queries; the next longer ones take the ordinary units."""

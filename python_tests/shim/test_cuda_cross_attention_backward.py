@@ -29,7 +29,7 @@ from python_tests.shim.backward_checks import (
     sparse_gradients,
 )
 from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
-from python_tests.shim.shim_backward import ROOM, BackwardKernels
+from python_tests.shim.shim_backward import NEVER, ROOM, BackwardKernels
 
 pytestmark = pytest.mark.shim
 
@@ -115,6 +115,17 @@ def test_the_longest_sets(
     longest = max(query_lengths), max(context_lengths)
     found = check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0), longest=longest)
     assert found.longest_gram == max(context_lengths)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("blocks", [False, True], ids=["lists", "blocks"])
+def test_gradients_with_truncated_sums(dtype: torch.dtype, blocks: bool) -> None:
+    """Tensor cores cut off the last digits of sums over 264 columns, also of rows of 16 bits."""
+    truncating = BackwardKernels(compiled_driver(DRIVER, "-DITM_FAST_SHIM_TRUNCATES"))
+    queries, contexts = sets([3, 1, 9, 40, 12, 30], [36, 4, 1, 36, 50], 264, dtype=dtype)
+    given = {"room": 150_000, "dense_share": 0.0 if blocks else NEVER}
+    found = check_gradients(truncating, queries, contexts, sparse_gradients(6, 5, 1.0, 0), **given)
+    assert found.blocks == ("taken" if blocks else "none")
 
 
 def test_sets_longer_than_a_tile(kernels: BackwardKernels) -> None:

@@ -14,7 +14,8 @@ FILES = [file for file in sorted(Path(__file__).parent.glob("test_cuda_*.py")) i
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES])
 def test_each_fault_has_one_place(name: str) -> None:
-    faults = importlib.import_module(f"python_tests.shim.{name}").FAULTS
+    module = importlib.import_module(f"python_tests.shim.{name}")
+    faults = {**module.FAULTS, **getattr(module, "FAULTS_OF_16_BITS", {})}
     for fault, ((*_, file, place, change), _) in faults.items():
         assert (ROOT / file).read_text().count(place) == 1, f"{fault}: {place}"
         assert change != place, fault
