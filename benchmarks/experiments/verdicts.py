@@ -76,11 +76,11 @@ def counted(papers: Mapping[str, tuple[str, Measured]]) -> str:
 
 
 def in_short(experiments: Measured) -> str:
-    """Return a list with one item per verdict, which names its claims."""
+    """Return a list of the claims, ordered by their verdicts."""
     found: dict[str, list[str]] = {"holds": [], "fails": [], "open": [], "not run": []}
     for claim, verdict in _verdicts(experiments):
         found[verdict[-1].strip("*")].append(claim.text)
-    return "".join(f"- **{verdict.capitalize()}**: {'; '.join(texts)}.\n" for verdict, texts in found.items() if texts)
+    return "".join(f"- **{verdict.capitalize()}**: {text}.\n" for verdict, texts in found.items() for text in texts)
 
 
 def as_list(experiments: Measured) -> str:

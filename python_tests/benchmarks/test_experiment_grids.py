@@ -163,7 +163,7 @@ def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     table = verdicts_of_papers({"Paper": ("page.md", [(experiment, tmp_path)])}).splitlines()
     assert [line.rsplit("|", 2)[1] for line in table[2:]] == [" 2.5x ", "  "]
     found.clear()
-    assert in_short([(experiment, tmp_path)]) == "- **Not run**: all negatives help; SCT helps.\n"
+    assert in_short([(experiment, tmp_path)]) == "- **Not run**: all negatives help.\n- **Not run**: SCT helps.\n"
     assert as_list([(experiment, tmp_path)]).startswith("- **Not run**: all negatives help.\n")
 
 
