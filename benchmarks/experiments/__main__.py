@@ -18,7 +18,8 @@ An experiment is a YAML file with these keys:
   (`of`: mean_distance, i2t_r1, t2i_r1). The table compares them seed by seed.
 - `equal`: pairs of rows whose results must agree in every digit.
 - `ensembles`: each with a `name`, a `row` and `seeds` of it, or several `rows` and a `seed` (default: 0). The mean
-  scores of these runs are evaluated as a separate row once all runs are done.
+  scores of these runs are evaluated as a separate row once all runs are done. With `groups`, lists of seeds of the
+  `row`, there is one ensemble for each; claims may name it as a row, whose seeds are the first ones of the lists.
 - `figures`: each with a `file` (SVG, for docs/images), a `text` that describes it, `rows`, optionally a
   `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
 

@@ -81,7 +81,7 @@ class Grid:
 
 @attrs.frozen
 class Claim:
-    """The claim that a measure (`of`) of a row is greater than that of another row with the same seed."""
+    """The claim that a measure (`of`) of a row, or of ensembles, is greater than that of another with the same seed."""
 
     text: str
     row: str
@@ -91,14 +91,18 @@ class Claim:
 
 @attrs.frozen
 class Ensemble:
-    """The mean scores of several runs, of one row or of several, as a row of the table."""
+    """The mean scores of several runs, of one row or of several, as a row of the table.
+
+    Of several ensembles with one name, each has the `seed` of its first run, by which claims pair it with other rows.
+    """
 
     name: str
     members: list[Run]
+    seed: int | None = None
 
     @property
     def file_name(self) -> str:
-        return _file_name(self.name)
+        return _file_name(self.name) + ("" if self.seed is None else f"-seed{self.seed}")
 
 
 def _file_name(name: str) -> str:
@@ -136,6 +140,13 @@ class Experiment:
     claims: list[Claim]
     grid: Grid | None
     known: dict[Any, Fingerprints] = attrs.field(factory=dict, eq=False, repr=False)  # Computed once, then kept.
+
+    def ensembles_by_name(self) -> dict[str, list[Ensemble]]:
+        """Return the ensembles of each name, in order."""
+        found: dict[str, list[Ensemble]] = {}
+        for ensemble in self.ensembles:
+            found.setdefault(ensemble.name, []).append(ensemble)
+        return found
 
     def identity(self, run: Run) -> dict[str, Any]:
         """Return all settings that determine the result of a run; data and the anchor's weights are separate."""

@@ -6,7 +6,7 @@ Inside: `read`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ _GRID_KEYS = {"seed": int, "choices": dict}
 _CLAIM_KEYS = {"text": str, "row": str, "over": str, "of": str}
 _ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
 _ENSEMBLE_OF_ROWS = {"name": str, "rows": list, "seed": int}
+_ENSEMBLE_GROUPS = {"name": str, "row": str, "groups": list}
 _FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
 _ROLES = ("anchor", "start")  # How a row can use the models of another one.
 _SHOWN = ("training", "scores")  # What a figure can show of its rows.
@@ -71,9 +72,9 @@ def read(path: Path) -> Experiment:
             path, content["title"], content["data"], content.get("split", "test"), content.get("images"),
             content.get("train_images"), rows,
             [_pair(pair, rows) for pair in content.get("equal", [])],
-            [_ensemble(entry, rows) for entry in content.get("ensembles", [])],
+            [one for entry in content.get("ensembles", []) for one in _ensembles(entry, rows)],
             [_figure(entry, rows) for entry in content.get("figures", [])],
-            [_claim(entry, rows) for entry in content.get("claims", [])], grid,
+            [_claim(entry, [*rows, *_groups(content)]) for entry in content.get("claims", [])], grid,
         )  # fmt: skip
         if experiment.train_images is not None and experiment.data != BUNDLED:
             raise ValueError("train_images: only applies to the bundled data (data: emoji)")
@@ -111,18 +112,29 @@ def _pair(pair: Any, rows: Mapping[str, Any]) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
-def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
+def _ensembles(entry: Any, rows: Mapping[str, list[Run]]) -> list[Ensemble]:
     if isinstance(entry, dict) and "rows" in entry:
-        return _ensemble_of_rows(entry, rows)
+        return [_ensemble_of_rows(entry, rows)]
+    if isinstance(entry, dict) and "groups" in entry:
+        content = _checked(entry, _ENSEMBLE_GROUPS, "setting of ensembles", tuple(_ENSEMBLE_GROUPS))
+        groups = [_of_seeds(content, group, rows) for group in content["groups"]]
+        seeds = [run.seed for members in groups for run in members]
+        if len(set(seeds)) != len(seeds):
+            raise ValueError(f"groups of {shown(content['name'])}: expected each seed once, got {shown(seeds)}")
+        return [Ensemble(content["name"], members, members[0].seed) for members in groups]
     content = _checked(entry, _ENSEMBLE_KEYS, "setting of an ensemble", tuple(_ENSEMBLE_KEYS))
+    return [Ensemble(content["name"], _of_seeds(content, content["seeds"], rows))]
+
+
+def _of_seeds(content: Mapping[str, Any], seeds: Any, rows: Mapping[str, list[Run]]) -> list[Run]:
     known = {run.seed: run for run in rows.get(content["row"], [])}
-    seeds = content["seeds"]
-    if len(seeds) < 2 or len(set(map(str, seeds))) != len(seeds) or not all(seed in known for seed in seeds):
+    several = isinstance(seeds, list) and len(seeds) > 1 and len(set(map(str, seeds))) == len(seeds)
+    if not several or not all(seed in known for seed in seeds):
         raise ValueError(
             f"seeds of {shown(content['name'])}: expected several seeds of the row {shown(content['row'])}, "
             f"got {shown(seeds)}"
         )
-    return Ensemble(content["name"], [known[seed] for seed in seeds])
+    return [known[seed] for seed in seeds]
 
 
 def _ensemble_of_rows(entry: dict[str, Any], rows: Mapping[str, list[Run]]) -> Ensemble:
@@ -190,11 +202,16 @@ def _trials(
     )
 
 
-def _claim(entry: Any, rows: Mapping[str, list[Run]]) -> Claim:
+def _groups(content: Mapping[str, Any]) -> list[str]:
+    """Return the names of ensembles that have seeds, so that claims can name them."""
+    return [entry["name"] for entry in content.get("ensembles", []) if "groups" in entry]
+
+
+def _claim(entry: Any, rows: Sequence[str]) -> Claim:
     content = _checked(entry, _CLAIM_KEYS, "setting of a claim", ("text", "row", "over"))
     for name in (content["row"], content["over"]):
         if name not in rows:
-            raise ValueError(settings.unknown_name("row of a claim", name, list(rows)))
+            raise ValueError(settings.unknown_name("row of a claim", name, rows))
     if content.get("of", "rsum") not in MEASURES:
         raise ValueError(settings.unknown_name("measure of a claim", content["of"], list(MEASURES)))
     return Claim(content["text"], content["row"], content["over"], content.get("of", "rsum"))

@@ -27,8 +27,8 @@ def table(experiment: Experiment, results: Path) -> str:
     """Render the results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows agree.
 
     Mean, spread (the standard deviation over the seeds) and MD (the mean of the seeds' mean distances) of a row appear
-    once all of its runs are done, and none diverged. Seconds are the median over finished runs. Ensembles follow, with
-    their seeds in the column of the spread, then figures.
+    once all of its runs are done, and none diverged. Seconds are the median over finished runs. Ensembles follow, a
+    single one with its seeds in the column of the spread, then figures.
 
     Raises:
         ValueError: as `result_of`, two results have recalls on different images or captions, or a figure is out of
@@ -52,12 +52,15 @@ def table(experiment: Experiment, results: Path) -> str:
             cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 5
         cells += [_median([result[name] for result in done]) for name in ("seconds", "cpu_seconds")]
         lines.append(f"| {row} | {' | '.join(cells)} |")
-    for ensemble in experiment.ensembles:
-        result = ensemble_result(experiment, ensemble, results)
-        cells = [_NOT_RUN] * 5 if result is None else _statistics([result["test"]])
-        seeds_of = {run.seed for run in ensemble.members}
-        cells[1] = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, sorted(seeds_of)))}"
-        lines.append(f"| {ensemble.name} | {' | '.join([*([''] * len(seeds)), *cells, '', ''])} |")
+    for name, group in experiment.ensembles_by_name().items():
+        found = {ensemble.seed: ensemble_result(experiment, ensemble, results) for ensemble in group}
+        cells = ["" if seed not in found else _sum(found[seed]) for seed in seeds]
+        done = [result["test"] for result in found.values() if result is not None]
+        cells += _statistics(done) if len(done) == len(found) else [_NOT_RUN] * 5
+        if None in found:
+            seeds_of = {run.seed for run in group[0].members}
+            cells[-4] = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, sorted(seeds_of)))}"
+        lines.append(f"| {name} | {' | '.join([*cells, '', ''])} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
     meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"
     meaning += ". Spread is the standard deviation over the seeds; R@1 and MD are means over them. MD is the mean "

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.ensembles import ensemble_result
 from benchmarks.experiments.files import MEASURES, Claim, Experiment
 from benchmarks.experiments.results import result_of
 
@@ -111,7 +112,8 @@ def _cost(experiment: Experiment, claim: Claim, results: Path) -> str:
     """
     times: list[dict[tuple[int, str, str], float]] = []
     for row in (claim.row, claim.over):
-        found = {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
+        # Ensembles have no time of a run.
+        found = {run.seed: result_of(experiment, run, results) for run in experiment.rows.get(row, [])}
         # A run that was interrupted has no time.
         measured = {seed: result for seed, result in found.items() if result is not None and result["cpu_seconds"]}
         times.append({(seed, *_machine(result)): result["cpu_seconds"] for seed, result in measured.items()})
@@ -123,11 +125,18 @@ def _machine(result: Mapping[str, Any]) -> tuple[str, str]:
     return result["environment"]["processor"], result["environment"]["instruction_set"]
 
 
+def _results(experiment: Experiment, row: str, results: Path) -> dict[int, dict[str, Any] | None]:
+    if row in experiment.rows:
+        return {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
+    group = experiment.ensembles_by_name()[row]
+    return {one.seed: ensemble_result(experiment, one, results) for one in group if one.seed is not None}
+
+
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
     values: list[dict[int, float]] = []
     missing = "not run"
     for row in (claim.row, claim.over):
-        found = {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
+        found = _results(experiment, row, results)
         values.append({seed: result["test"][claim.of] for seed, result in found.items() if result and result["test"]})
         if any(result and "diverged" in result for result in found.values()):
             missing = "diverged"

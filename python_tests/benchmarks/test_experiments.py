@@ -239,6 +239,27 @@ def test_an_ensemble_of_rows_is_their_mean(tool: ModuleType, data: Path, tmp_pat
     assert the_table(tool, experiment)[4] == line
 
 
+def test_ensembles_with_seeds_are_a_row_of_claims(tool: ModuleType, data: Path, tmp_path: Path) -> None:
+    pairs = [{"name": "pairs", "row": "SCAN", "groups": [[0, 2], [1, 3]]}]
+    claims = [{"text": "one beats two", "row": "SCAN", "over": "pairs"}]
+    more = {"seeds": [0, 1, 2, 3], "rows": [{"name": "SCAN"}], "equal": [], "ensembles": pairs, "claims": claims}
+    experiment = write(tmp_path / "e.yaml", data, **more)
+    assert tool.main(commands(experiment, "--seed", 0)) == 0
+    claim = "| one beats two | SCAN minus pairs | sum of recalls |"
+    assert f"{claim} 0 | not run |  | not run |" in the_table(tool, experiment)
+    assert tool.main(commands(experiment, "--threads", 1)) == 0
+    found = measured(tmp_path)
+    assert sorted(found["pairs-seed1"]["identity"]["members"]) == ["scan-seed1", "scan-seed3"]
+    sums = [found[f"pairs-seed{seed}"]["test"]["rsum"] for seed in (0, 1)]
+    differences = [found[f"scan-seed{seed}"]["test"]["rsum"] - sums[seed] for seed in (0, 1)]
+    lines = the_table(tool, experiment)
+    row = (
+        f"| pairs | {sums[0]:.1f} | {sums[1]:.1f} |  |  | {statistics.mean(sums):.1f} | {statistics.stdev(sums):.1f} |"
+    )
+    assert lines[3].startswith(row)
+    assert [line for line in lines if line.startswith(f"{claim} 2 | {statistics.mean(differences):+.1f} | ")]
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tools!r})
@@ -409,6 +430,12 @@ def test_other_data_are_refused(
         ({"ensembles": [{"name": "a", "rows": ["SCAN", "SCAN"]}]},
          "rows of 'a': expected several rows with seed 0, got ['SCAN', 'SCAN']"),
         ({"ensembles": [{"name": "a", "seeds": [0, 1]}]}, "row: this setting of an ensemble is required"),
+        ({"ensembles": [{"name": "a", "row": "SCAN", "groups": [[0, 1], [1, 0]]}]},
+         "groups of 'a': expected each seed once, got [0, 1, 1, 0]"),
+        ({"ensembles": [{"name": "a", "row": "SCAN", "groups": [0, 1]}]},
+         "seeds of 'a': expected several seeds of the row 'SCAN', got 0"),
+        ({"ensembles": [{"name": "a", "row": "SCAN", "seeds": [0, 1]}],
+          "claims": [{"text": "c", "row": "SCAN", "over": "a"}]}, "unknown row of a claim 'a'"),
         ({"ensembles": [{"name": "scan seed0", "row": "SCAN", "seeds": [0, 1]}]},
          "rows: two runs would write the same result file; change a name"),
         ({"figures": [{"file": "a.svg", "shows": "losses", "text": "a", "rows": ["SCAN"]}]},
