@@ -62,10 +62,7 @@ def table(experiment: Experiment, results: Path) -> str:
             cells[-4] = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, sorted(seeds_of)))}"
         lines.append(f"| {name} | {' | '.join([*cells, '', ''])} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
-    meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"
-    meaning += ". Spread is the standard deviation over the seeds; R@1 and MD are means over them. MD is the mean "
-    meaning += "score of positives minus that of negatives"
-    lines += ["", f"{meaning}. {_where(measured)}"]
+    lines += ["", f"Recalls on {images} of {experiment.split}. {_where(measured)}"]
     lines += _chosen_settings(experiment, results)
     lines += verdicts(experiment, results)
     for first, second in experiment.equal:
@@ -133,7 +130,7 @@ def _where(results: Sequence[Mapping[str, Any]]) -> str:
     loads = [load for result in results for load in result["load_average"].values()]
     cores = max(where["cores"] for where in environments)
     text = (
-        f"Measured on {'; '.join(sorted(places))}{_uncommitted(results)}. Seconds are medians; the machine's load "
+        f"Measured on {'; '.join(sorted(places))}{_uncommitted(results)}. The machine's load "
         f"average was {min(loads):.1f} to {max(loads):.1f} with {cores} cores"
     )
     timed = [result for result in results if result["cpu_seconds"] is not None]

@@ -19,10 +19,6 @@ __all__ = ["as_list", "counted", "in_short", "interval", "verdicts", "verdicts_o
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-_MEANING = (
-    "A claim holds if the whole interval is above 0, fails if it is below 0, and is open otherwise. Differences are "
-    "those of the seeds that both rows have; means are over all seeds of a row."
-)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -42,7 +38,7 @@ def verdicts(experiment: Experiment, results: Path) -> list[str]:
         rows = f"{claim.row} minus {claim.over}"
         cells = [claim.text, rows, MEASURES[claim.of], *_verdict(experiment, claim, results)]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", _MEANING]
+    return lines
 
 
 # Experiments with the folders of their results.

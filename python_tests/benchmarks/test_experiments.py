@@ -76,11 +76,7 @@ def test_an_experiment_from_nothing_to_its_table(
         "| SCAN + RAR | not run | not run | not run | not run | not run | not run | not run | not run | not run |",
         "| fixed | not run |  | not run | not run | not run | not run | not run | not run | not run |",
     ]
-    assert empty[6] == (
-        "Sum of the six recalls on all images of dev, of 600. Spread is the standard deviation over the seeds; R@1 and "
-        "MD are means over them. MD is the mean score of positives minus that of negatives. No run has been measured "
-        "yet."
-    )
+    assert empty[6] == "Recalls on all images of dev. No run has been measured yet."
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
 
     assert tool.main(commands(experiment, "--seed", 0)) == 0
@@ -135,12 +131,12 @@ def test_an_experiment_from_nothing_to_its_table(
         result["environment"]["uncommitted_changes"] = name == "fixed-seed0"
         (tmp_path / "results" / f"{name}.json").write_text(json.dumps(result))
     lines = the_table(tool, experiment)
-    assert f"{place}, 1 of 4 runs with uncommitted changes. Seconds are medians; the machine's load" in lines[6]
+    assert f"{place}, 1 of 4 runs with uncommitted changes. The machine's load" in lines[6]
     assert lines[8] == "fixed equals SCAN + RAR, recall by recall: NO."
     for name, result in measured(tmp_path).items():
         result["environment"]["uncommitted_changes"] = False
         (tmp_path / "results" / f"{name}.json").write_text(json.dumps(result))
-    assert f"{place}. Seconds are medians; the machine's load" in the_table(tool, experiment)[6]
+    assert f"{place}. The machine's load" in the_table(tool, experiment)[6]
 
 
 def test_a_page_is_made_from_nothing_by_one_command(
