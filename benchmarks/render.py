@@ -45,7 +45,7 @@ from benchmarks.cpu_table import markdown, of_amx, summary
 from benchmarks.experiments.files import Experiment
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import as_list, counted, in_short, verdicts_of_papers
+from benchmarks.experiments.verdicts import counted, in_short, verdicts_of_papers
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,13 +140,8 @@ def claimed(name: str) -> list[tuple[Experiment, Path]]:
 
 
 def verdict(name: str) -> Callable[[], str]:
-    """Return the renderer of the verdicts on a paper's claims in short."""
+    """Return the renderer of the verdicts on a paper's claims, in short."""
     return lambda: in_short(claimed(name))
-
-
-def findings(name: str) -> Callable[[], str]:
-    """Return the renderer of the verdicts on a paper's claims, with figures."""
-    return lambda: as_list(claimed(name))
 
 
 def scaled() -> str:
@@ -216,7 +211,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         )
     },
     PERFORMANCE / "scaling.md": {"scaling": scaled},
-    **{ROOT / "docs" / "methods" / f"{name}.md": {"findings": findings(name)} for name in PAPERS.values()},
+    **{ROOT / "docs" / "methods" / f"{name}.md": {"verdict": verdict(name)} for name in PAPERS.values()},
 }
 
 

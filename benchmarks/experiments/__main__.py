@@ -15,7 +15,8 @@ An experiment is a YAML file with these keys:
   A row with a `start_row` starts from the models of an earlier row in the same way.
   `choices` replace those of the grid for the row, by as many; `grid_row` names an earlier row whose choice is used.
 - `claims`: each a `text` that a `row` is better than another one (`over`), by the sum of recalls or another measure
-  (`of`: mean_distance, i2t_r1, t2i_r1). The table compares them seed by seed.
+  (`of`: mean_distance, i2t_r1, t2i_r1). The table compares them seed by seed. `late` claims, which were listed after
+  their runs, are marked by a dagger.
 - `equal`: pairs of rows whose results must agree in every digit.
 - `ensembles`: each with a `name`, a `row` and `seeds` of it, or several `rows` and a `seed` (default: 0). The mean
   scores of these runs are evaluated as a separate row once all runs are done. With `groups`, lists of seeds of the

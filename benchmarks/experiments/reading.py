@@ -37,12 +37,13 @@ _ROW_KEYS = {
     "name": str, "train": dict, "seeds": list, "anchor_row": str, "start_row": str, "grid_row": str, "choices": dict,
 }  # fmt: skip
 _GRID_KEYS = {"seed": int, "choices": dict}
-_CLAIM_KEYS = {"text": str, "row": str, "over": str, "of": str}
+_CLAIM_KEYS = {"text": str, "row": str, "over": str, "of": str, "late": bool}
 _ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
 _ENSEMBLE_OF_ROWS = {"name": str, "rows": list, "seed": int}
 _ENSEMBLE_GROUPS = {"name": str, "row": str, "groups": list}
 _FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
 _ROLES = ("anchor", "start")  # How a row can use the models of another one.
+_LATE = " †"  # After claims that were listed after their runs.
 _SHOWN = ("training", "scores")  # What a figure can show of its rows.
 
 
@@ -214,7 +215,8 @@ def _claim(entry: Any, rows: Sequence[str]) -> Claim:
             raise ValueError(settings.unknown_name("row of a claim", name, rows))
     if content.get("of", "rsum") not in MEASURES:
         raise ValueError(settings.unknown_name("measure of a claim", content["of"], list(MEASURES)))
-    return Claim(content["text"], content["row"], content["over"], content.get("of", "rsum"))
+    text = f"{content['text']}{_LATE if content.get('late') else ''}"
+    return Claim(text, content["row"], content["over"], content.get("of", "rsum"))
 
 
 def _figure(entry: Any, rows: Mapping[str, list[Run]]) -> Figure:

@@ -1,6 +1,6 @@
 """What the results of an experiment say of its claims: differences paired by seed, with intervals.
 
-Inside: `verdicts`, `verdicts_of_papers`, `counted`, `in_short`, `as_list`, `interval`.
+Inside: `verdicts`, `verdicts_of_papers`, `counted`, `in_short`, `interval`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.experiments.ensembles import ensemble_result
 from benchmarks.experiments.files import MEASURES, Claim, Experiment
 from benchmarks.experiments.results import result_of
 
-__all__ = ["as_list", "counted", "in_short", "interval", "verdicts", "verdicts_of_papers"]
+__all__ = ["counted", "in_short", "interval", "verdicts", "verdicts_of_papers"]
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -73,24 +73,25 @@ def counted(papers: Mapping[str, tuple[str, Measured]]) -> str:
 
 
 def in_short(experiments: Measured) -> str:
-    """Return a list of the claims, ordered by their verdicts."""
-    found: dict[str, list[str]] = {"holds": [], "fails": [], "open": [], "not run": []}
-    for claim, verdict in _verdicts(experiments):
-        found[verdict[-1].strip("*")].append(claim.text)
-    return "".join(f"- **{verdict.capitalize()}**: {text}.\n" for verdict, texts in found.items() for text in texts)
-
-
-def as_list(experiments: Measured) -> str:
-    """Return one item of a list per claim, with the difference, its interval and the number of seeds."""
-    lines = []
-    for claim, (seeds, difference, interval, verdict) in _verdicts(experiments):
-        if verdict == "not run":
-            lines.append(f"- **Not run**: {claim.text}.")
+    """Return a list of the claims that hold or fail, with their differences, and the numbers of the others."""
+    lines: dict[str, list[str]] = {"holds": [], "fails": []}
+    others = {"open": 0, "not run": 0}
+    for claim, (seeds, difference, interval, cell) in _verdicts(experiments):
+        verdict = cell.strip("*")
+        if verdict in others:
+            others[verdict] += 1
             continue
-        known = f" ({interval}; {seeds} seeds)" if seeds not in ("0", "1") else f" ({interval})" if interval else ""
         measure = "" if claim.of == "rsum" else f" {MEASURES[claim.of]}"
-        lines.append(f"- **{verdict.strip('*').capitalize()}**: {claim.text}, {difference}{measure}{known}.")
-    return "\n".join([*lines, ""])
+        shown = f"{claim.text}, {difference}{measure} ({interval}; {seeds} seeds)"
+        lines[verdict].append(f"- **{verdict.capitalize()}**: {shown}.\n")
+    decided = [*lines["holds"], *lines["fails"]]
+    other = " other" if decided else ""
+    counts = [
+        f"- **{verdict.capitalize()}**: {number}{other} claim{'s' * (number > 1)}.\n"
+        for verdict, number in others.items()
+        if number
+    ]
+    return "".join([*decided, *counts])
 
 
 def _verdicts(experiments: Measured) -> list[tuple[Claim, list[str]]]:

@@ -15,7 +15,7 @@ from benchmarks.experiments import __main__ as tool
 from benchmarks.experiments import results, verdicts
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import as_list, counted, in_short, interval, verdicts_of_papers
+from benchmarks.experiments.verdicts import counted, in_short, interval, verdicts_of_papers
 from itm_fast.files import atomic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,19 +132,19 @@ def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pyt
     assert "| absurd rates help | absurd minus VSE | sum of recalls | 0 | diverged |  | open |" in table
     assert "| two absurd ones |  |  | not run |" in table
     measured_ones = [(with_winners(read(experiment), tmp_path / "results"), tmp_path / "results")]
-    assert in_short(measured_ones) == "- **Open**: absurd rates help.\n"
-    assert as_list(measured_ones) == "- **Open**: absurd rates help, diverged.\n"
+    assert in_short(measured_ones) == "- **Open**: 1 claim.\n"
     row = "| [Paper](page.md) | absurd rates help | sum of recalls | 0 | diverged |  | open | "
     papers = {"Paper": ("page.md", measured_ones)}
     assert row in verdicts_of_papers(papers)
     assert counted(papers).splitlines()[-1] == "| [Paper](page.md) | 0 | 0 | 1 |"
 
 
-def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_in_short(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claims = [{"text": "all negatives help", "row": "all", "over": "VSE"},
+              {"text": "all negatives harm", "row": "VSE", "over": "all", "of": "mean_distance", "late": True},
               {"text": "SCT helps", "row": "SCT", "over": "VSE", "of": "mean_distance"}]  # fmt: skip
     experiment = read(write(tmp_path / "e.yaml", data, claims=claims))
-    sums = {("VSE", 0): 300.0, ("VSE", 1): 310.0, ("all", 0): 308.0, ("all", 1): 320.0, ("SCT", 0): 290.0}
+    sums = {("VSE", 0): 300.0, ("VSE", 1): 310.0, ("all", 0): 309.9, ("all", 1): 320.1, ("SCT", 0): 290.0}
     found = {key: {"test": {"rsum": value, "mean_distance": value / 1000}} for key, value in sums.items()}
     # One run was interrupted, and has no time; one had another processor.
     seconds = {("VSE", 0): 10.0, ("VSE", 1): 30.0, ("all", 0): None, ("all", 1): 75.0, ("SCT", 0): 8.0}
@@ -152,19 +152,18 @@ def test_claims_as_a_list(data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         other = "avx2" if key == ("SCT", 0) else "amx"
         result |= {"cpu_seconds": seconds[key], "environment": {"processor": "Xeon", "instruction_set": other}}
     monkeypatch.setattr(verdicts, "result_of", lambda _, run, folder: found.get((run.row, run.seed)))
-    # Differences 8 and 10; Student's t for two: 9 -+ 12.706.
+    # Differences 9.9 and 10.1; Student's t for two: 10 -+ 1.2706. SCT has one seed.
     lines = [
-        "- **Open**: all negatives help, +9.0 (-3.7 to +21.7; 2 seeds).",
-        "- **Open**: SCT helps, -0.010 MD (one seed).",
+        "- **Holds**: all negatives help, +10.0 (+8.7 to +11.3; 2 seeds).",
+        "- **Fails**: all negatives harm †, -0.010 MD (-0.011 to -0.009; 2 seeds).",
     ]
-    assert as_list([(experiment, tmp_path)]).splitlines() == lines
-    assert as_list([(experiment, tmp_path)] * 2).splitlines() == lines * 2
-    assert in_short([(experiment, tmp_path)] * 2).count("SCT helps") == 2
+    assert in_short([(experiment, tmp_path)]).splitlines() == [*lines, "- **Open**: 1 other claim."]
+    twice = [lines[0], lines[0], lines[1], lines[1], "- **Open**: 2 other claims."]
+    assert in_short([(experiment, tmp_path)] * 2).splitlines() == twice
     table = verdicts_of_papers({"Paper": ("page.md", [(experiment, tmp_path)])}).splitlines()
-    assert [line.rsplit("|", 2)[1] for line in table[2:]] == [" 2.5x ", "  "]
+    assert [line.rsplit("|", 2)[1] for line in table[2:]] == [" 2.5x ", " 0.4x ", "  "]
     found.clear()
-    assert in_short([(experiment, tmp_path)]) == "- **Not run**: all negatives help.\n- **Not run**: SCT helps.\n"
-    assert as_list([(experiment, tmp_path)]).startswith("- **Not run**: all negatives help.\n")
+    assert in_short([(experiment, tmp_path)]) == "- **Not run**: 3 claims.\n"
 
 
 def test_intervals_of_paired_differences() -> None:

@@ -30,7 +30,7 @@ COMPLETE = [
 # beforehand.
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
-    "fdf-heads": {"lr", "epochs"}, "rcar-epochs": {"lr"},
+    "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"},
 }  # fmt: skip
 
 
