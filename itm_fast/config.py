@@ -197,9 +197,16 @@ def build(cls: type[Config], values: Mapping[str, Any], what: str = "setting") -
 
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown name: it suggests the nearest known name, or lists all."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    near = _nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
     return f"unknown {what} {shown(name)}: {hint}"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """Return the known name that is most like `name`, in upper or lower case; "" if none is near."""
+    folded = {one.casefold(): one for one in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[near[0]] if near else ""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -246,8 +253,8 @@ def _validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
             raise ValueError(f"{field.name}: expected names as strings, got {shown(key)}")
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        near = _nearest(str(value), choices)
+        hint = f" (did you mean {near!r}?)" if near else ""
         raise ValueError(f"{field.name}: expected one of {', '.join(choices)}, got {shown(value)}{hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         _validate_bounds(field, value)

@@ -288,6 +288,8 @@ def test_missing_setting_and_unknown_model_are_named() -> None:
         models.create("scan")
     with pytest.raises(ValueError, match="unknown model 'scam': did you mean 'scan'"):
         models.create("scam")
+    with pytest.raises(ValueError, match="unknown model 'SCAN': did you mean 'scan'"):
+        models.create("SCAN")
 
 
 def test_a_model_without_a_score_is_refused_when_it_is_made() -> None:
