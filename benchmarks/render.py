@@ -55,6 +55,7 @@ PERFORMANCE = ROOT / "docs" / "performance"
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-scenes"]
+EXPERIMENTS["dbl"] += ["dbl-anchors", "dbl-half"]
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 EXPERIMENTS["fdf"] += ["fdf-variants", "fdf-start", "fdf-heads"]
