@@ -163,7 +163,7 @@ def test_a_page_is_made_from_nothing_by_one_command(
     assert tool.main(["page", str(page), "--check"]) == 0
 
     text = page.read_text()
-    page.write_text(text.replace("Spread is", "Spread was"))
+    page.write_text(text.replace("Recalls on", "Recall on"))
     capsys.readouterr()
     assert tool.main(["page", str(page), "--check"]) == 1
     assert capsys.readouterr().err.endswith("page.md: is out of date; write it again without --check\n")
