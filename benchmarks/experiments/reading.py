@@ -79,6 +79,9 @@ def read(path: Path) -> Experiment:
         )  # fmt: skip
         if experiment.train_images is not None and experiment.data != BUNDLED:
             raise ValueError("train_images: only applies to the bundled data (data: emoji)")
+        for name in (named := [entry["name"] for entry in content.get("ensembles", [])]):
+            if named.count(name) > 1:
+                raise ValueError(f"ensembles: {shown(name)} appears twice")
         names = [run.file_name for runs in rows.values() for run in runs]
         names += {trial.file_name for runs in rows.values() for run in runs for trial in run.trials}
         names += [ensemble.file_name for ensemble in experiment.ensembles]
@@ -118,6 +121,8 @@ def _ensembles(entry: Any, rows: Mapping[str, list[Run]]) -> list[Ensemble]:
         return [_ensemble_of_rows(entry, rows)]
     if isinstance(entry, dict) and "groups" in entry:
         content = _checked(entry, _ENSEMBLE_GROUPS, "setting of ensembles", tuple(_ENSEMBLE_GROUPS))
+        if not content["groups"]:
+            raise ValueError(f"groups of {shown(content['name'])}: expected at least one list of seeds, got []")
         groups = [_of_seeds(content, group, rows) for group in content["groups"]]
         seeds = [run.seed for members in groups for run in members]
         if len(set(seeds)) != len(seeds):

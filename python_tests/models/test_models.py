@@ -276,6 +276,7 @@ def test_tied_weights_are_saved(tmp_path: Path) -> None:
         ({"t2i_temperature": math.nan}, "t2i_temperature: expected a finite number, got nan"),
         ({"word_dropout": 1.0}, "word_dropout: expected a number at least 0 and below 1, got 1.0"),
         ({"direction": "t2t"}, r"direction: expected one of t2i, i2t, mean, got 't2t' \(did you mean 't2i'?\)"),
+        ({"direction": "I2T"}, r"direction: expected one of t2i, i2t, mean, got 'I2T' \(did you mean 'i2t'?\)"),
     ],
 )
 def test_bad_settings_are_named(config: dict, message: str) -> None:
