@@ -190,10 +190,17 @@ class OwnData:
             raise ValueError(f"{self.split} data: {what}: expected {count}, as many as indices, got {_of(found)}")
 
     def batch(self, caption_indices: np.ndarray) -> Batch:
-        """Return captions and the image of each."""
+        """Return captions and the image of each; TypeError, ValueError: the data set's own batch is no such one."""
         make = getattr(self.data, "batch", None)
         if make is not None:
-            return make(caption_indices)
+            found = make(caption_indices)
+            if not isinstance(found, Batch):
+                raise TypeError(f"{self.split} data: batch: expected a Batch, got {_of(found)}")
+            for field in attrs.fields(Batch):
+                name = field.name
+                expected = "a tensor or Fragments" if name == "features" else "a tensor"
+                self._check(f"batch: {name}", expected, getattr(found, name), len(caption_indices))
+            return found
         captions = torch.from_numpy(caption_indices)
         images = self.caption_image[captions]
         return Batch(self.image_batch(images), *self.caption_batch(captions), images, captions)

@@ -501,6 +501,14 @@ def broken(**changes: object) -> Stripes:
             ValueError, r"dev data: caption_batch: token_ids: expected 120, as many as indices, got a tensor of shape",
         ),
         (
+            {"train_data": broken(batch=lambda captions: (torch.zeros(25, 6, 3), torch.zeros(25, 6).long()))}, {},
+            TypeError, "train data: batch: expected a Batch, got a value of type tuple",
+        ),
+        (
+            {"train_data": broken(batch=lambda captions: OwnData(Stripes(60, 1), "x").batch(captions[1:]))}, {},
+            ValueError, r"train data: batch: features: expected 25, as many as indices, got a tensor of shape \(24, 3",
+        ),
+        (
             {"model": Rescored(lambda scores: scores[..., None])}, {}, ValueError,
             r"model: score: expected a tensor \(images, captions\) of shape \(25, 25\), got a tensor of shape",
         ),
