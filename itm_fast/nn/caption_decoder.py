@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.packing import Packing, padded_rows
 from itm_fast.nn.pooling import final_states
+from itm_fast.ops.library import outside_graphs
 from itm_fast.reference import validation
 
 __all__ = ["CaptionDecoder"]
@@ -53,6 +54,7 @@ class CaptionDecoder(nn.Module):
         for layer in (self.project, self.of_region, self.of_state, self.relevance, self.out):
             nn.init.xavier_normal_(layer.weight)
 
+    @outside_graphs
     def forward(self, regions: Fragments, token_ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the negative log-likelihood of each caption, the sum over its words after the first.
 

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 
 from itm_fast.fragments import Fragments, check_has_values
 from itm_fast.nn.no_rows import connected
+from itm_fast.ops.library import outside_graphs
 
 __all__ = ["GeneralizedPooling"]
 
@@ -50,6 +51,7 @@ class GeneralizedPooling(nn.Module):
         self._kept: dict[int, Tensor] = {}
         self._kept_for: tuple[float, Tensor] | None = None
 
+    @outside_graphs
     def forward(self, features: Fragments | Tensor, lengths: Tensor | None = None) -> Tensor:
         """Pool each set to one vector: `(n_sets, d)` float32 (float64 for float64), also under autocast.
 

@@ -15,6 +15,7 @@ from itm_fast.nn.no_rows import connected
 from itm_fast.nn.packing import Packing, padded_rows, rows_of_padded
 from itm_fast.nn.pooling import final_states
 from itm_fast.nn.residual_image_encoder import RowNorm
+from itm_fast.ops.library import outside_graphs
 from itm_fast.reference import validation
 
 __all__ = ["RegionReader", "RegionReasoning"]
@@ -67,6 +68,7 @@ class RegionReader(nn.Module):
         validation.check_sizes(dim=dim)
         self.rnn = nn.GRU(dim, dim)
 
+    @outside_graphs
     def forward(self, regions: Fragments) -> Tensor:
         """Map regions (N, D) of n images to (n, D); zero for an image without regions."""
         validation.check_fragments("regions", regions)

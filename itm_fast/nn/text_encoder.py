@@ -10,6 +10,7 @@ from itm_fast.fragments import Fragments, has_values
 from itm_fast.nn.no_rows import connected
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.packing import Packing
+from itm_fast.ops.library import outside_graphs
 from itm_fast.reference import validation
 
 __all__ = ["TextEncoder"]
@@ -66,8 +67,12 @@ class TextEncoder(nn.Module):
         states, packing = self._packed_states(token_ids, lengths)
         return packing.unpack(states)
 
+    @outside_graphs
     def _packed_states(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Packing]:
-        """Run the GRU on packed words, longest captions first, so that padding costs no work."""
+        """Run the GRU on packed words, longest captions first, so that padding costs no work.
+
+        How to pack depends on the values of `lengths`, which graphs of `torch.compile` do not have.
+        """
         check_captions(token_ids, lengths, self.embed.num_embeddings)
         packing = Packing(lengths, token_ids.device)
         if packing.n_rows == 0:

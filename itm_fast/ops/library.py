@@ -72,8 +72,8 @@ def constant_in_graphs(function: Constant) -> Constant:
 def outside_graphs(function: Excluded) -> Excluded:
     """Keep a function out of the graphs of `torch.compile`, as `torch.compiler.disable` does.
 
-    `torch.compiler.disable` imports `torch._dynamo` when it decorates, which takes two seconds. This decorator imports
-    it on the first call; creating an optimizer of torch imports it, too.
+    `torch.compiler.disable` imports `torch._dynamo` when it decorates, which takes two seconds. With this decorator
+    only the compiler, which has imported it, calls what torch excludes.
     """
     excluded: Any = _disable_dynamo(function)
     # What `torch.compiler.disable` sets, so that the compiler treats and reports both in the same way.
@@ -82,7 +82,12 @@ def outside_graphs(function: Excluded) -> Excluded:
     excluded._torchdynamo_disable_recursive = True
     excluded._torchdynamo_orig_callable = function
     excluded._torchdynamo_wrapper_id = id(excluded)
-    return cast(Excluded, excluded)
+
+    @functools.wraps(function)
+    def chosen(*arguments: Any, **options: Any) -> Any:
+        return (excluded if torch.compiler.is_compiling() else function)(*arguments, **options)
+
+    return cast(Excluded, chosen)
 
 
 def _registered() -> list[str]:

