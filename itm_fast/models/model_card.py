@@ -182,7 +182,7 @@ def _best(run: Path) -> dict[str, Any]:
     for number, text in enumerate(regular.read_bytes(path).splitlines(), start=1):
         try:
             line = parse_json(text)
-            judged = line["kind"] == "validation" and (not best or line["rsum"] > best["rsum"])
+            judged = line["kind"] == "validation" and (not best or line["rsum"] >= best["rsum"])
             if judged and type(line["step"]) is not int:
                 raise TypeError
         except (ValueError, TypeError, LookupError):

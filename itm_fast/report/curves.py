@@ -167,7 +167,9 @@ def _spoken(name: str, points: Points, curve: _Curve) -> str:
     """Describe a line in words, for screen readers."""
     values = {"first": points[0], "last": points[-1]}
     if curve.best is not None:
-        values = {"first": points[0], "best": curve.best(points, key=lambda point: point[1]), "last": points[-1]}
+        # Of equal values, `min` and `max` return the first. Training keeps the last.
+        best = curve.best(reversed(points), key=lambda point: point[1])
+        values = {"first": points[0], "best": best, "last": points[-1]}
     words = "; ".join(f"{which} {value:.4g} at {curve.x_label} {x}" for which, (x, value) in values.items())
     return f"{name}, {words}" if name else words
 

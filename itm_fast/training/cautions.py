@@ -1,13 +1,13 @@
-"""Warn of settings that have no effect in a configuration, and of losses for other scores than the model's.
+"""Warn of settings that have no effect, of losses for other scores than the model's, and of splits with few images.
 
-They are not refused, because the ablations of a method share its recipe or settings.
+Such settings are not refused, because the ablations of a method share its recipe or settings.
 
-Inside: `cautions`.
+Inside: `cautions`, `few_images`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from itm_fast import config as settings
 from itm_fast.files.messages import shown
@@ -15,7 +15,10 @@ from itm_fast.models import MatchingModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.loss_rules import ADVERSARIAL, ANCHORED
 
-__all__ = ["cautions"]
+__all__ = ["cautions", "few_images"]
+
+# Any image among so few is within the first ten, the last rank of the recalls.
+_FEW_IMAGES = 10
 
 _OF_REGULARIZATION = ("regularization_weight", "model_regularization_weight", "domain_margin")
 # What has no effect in each ablation of ADDR.
@@ -49,3 +52,14 @@ def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
             f"loss: bce takes probabilities, but the scores of this {model.name} may lie outside (0, 1), where they "
             "have no gradient; use siglip, which learns their scale"
         )
+
+
+def few_images(sizes: Mapping[str, int]) -> str | None:
+    """Return one line if recalls of some splits hardly tell models apart; `sizes`: number of images by split."""
+    few = [f"{split} ({count:,})" for split, count in sizes.items() if count <= _FEW_IMAGES]
+    if not few:
+        return None
+    return (
+        f"{_FEW_IMAGES} images or fewer in {', '.join(few)}: caption-to-image R@10 is 100 for any model, and the best "
+        "model can hardly be told; use more images there, for example a larger share in --split of itm-fast data import"
+    )

@@ -39,7 +39,8 @@ class Progress:
 
     Attributes:
         position: number of steps done when the run started or ended.
-        best, best_step: summary and step of the best validation; an empty summary before the first.
+        best, best_step: summary and step of the best validation, the last of equal ones; an empty summary before the
+            first.
         validated_step: the step of the last validation.
         window: losses since the last line of the log.
         log_size: bytes of the log that belong to the run.
@@ -99,9 +100,10 @@ class Progress:
         return TrainResult(self.best, self.best_step, self.position, self.seconds, self.position >= total)
 
     def judge(self, summary: dict[str, float], step: int) -> bool:
-        """Record a validation after `step`, and return whether it is the best so far."""
+        """Record a validation after `step`, and return whether it is the best so far; of equal ones, the last is."""
         self.validated_step = step
-        better = not self.best or summary["rsum"] > self.best["rsum"]
+        # All validations may be equal, as on a split that is too easy. The first model is then hardly trained.
+        better = not self.best or summary["rsum"] >= self.best["rsum"]
         if better:
             self.best, self.best_step = summary, step
         return better

@@ -27,7 +27,7 @@ from itm_fast.models.bert_folder import bert_vocabulary_file
 from itm_fast.models.clip_folder import read_clip_tokenizer
 from itm_fast.training import run_folder
 from itm_fast.training.backbone import check_towers, set_checkpointing
-from itm_fast.training.cautions import cautions
+from itm_fast.training.cautions import cautions, few_images
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.creation import check_regions, create_model
 from itm_fast.training.lock import lock
@@ -173,6 +173,9 @@ def _open(trainer: Trainer, vocabulary: Vocabulary | None, *, resume: bool, prog
         _check_words(trainer, built=path is None)
     for caution in cautions(config, trainer.model):
         warnings.warn(caution, stacklevel=2)
+    few = few_images({trainer.validation_data.split: trainer.validation_data.n_images})
+    if few is not None and not resume:
+        warnings.warn(few, stacklevel=2)
     if progress:
         tqdm.write("\n".join(_opening(trainer, vocabulary, path or "built from the training captions")))
     words = vocabulary or trainer.vocabulary

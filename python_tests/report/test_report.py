@@ -236,6 +236,13 @@ def test_curves_are_parts_of_the_page(report: Report) -> None:
     ]
 
 
+def test_of_equal_validations_the_last_is_named_the_best(report: Report) -> None:
+    validation = [line for line in report.metrics if line["kind"] == "validation"]
+    lines = [{**validation[-1], "epoch": epoch, "rsum": rsum} for epoch, rsum in ((1, 180), (2, 180), (3, 90))]
+    [(_, svg)] = curves_svg(lines)
+    assert "first 180 at epoch 1; best 180 at epoch 2; last 90 at epoch 3" in svg
+
+
 def test_one_validation_is_drawn_on_an_axis_of_whole_epochs(report: Report) -> None:
     html = render_report(attrs.evolve(report, metrics=[report.metrics[-1] | {"epoch": 1}]))
     numbers = re.findall(r"<text[^>]*>([\d.]+)</text>", html)

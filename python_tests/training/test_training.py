@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,13 @@ import torch
 
 import itm_fast.functional as F_itm
 from itm_fast import models
+from itm_fast.models import model_card
+from itm_fast.training import run_folder
+from itm_fast.training import trainer as trainer_module
 from itm_fast.training.metrics_log import MetricsLog, read_metrics
 from itm_fast.training.run import load_data
-from python_tests.helpers.runs import config, make_trainer, run, same, weights
+from python_tests.helpers.concepts import write_concepts
+from python_tests.helpers.runs import config, make_trainer, run, same, stop_at, weights
 
 
 def test_log_truncates_to_a_size(tmp_path: Path) -> None:
@@ -80,6 +86,51 @@ def test_training_learns_and_leaves_the_run_folder(data: Path, tmp_path: Path) -
     scores = best(dev_data.image_batch(range(10)), *dev_data.caption_batch(range(50)))
     summary = F_itm.recall_summary(*F_itm.retrieval_ranks(scores, dev_data.caption_image))
     assert summary["rsum"] == pytest.approx(result.best["rsum"])
+
+
+@pytest.mark.parametrize("stopped", [0, 4, 6, 8])
+def test_of_equal_validations_the_last_is_the_best(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int
+) -> None:
+    """A split that is too easy does not keep an untrained model, also if the run is interrupted."""
+    recalls = F_itm.recall_summary(torch.tensor([0]), torch.tensor([0]))
+    found = iter([590.0, 600.0, 600.0, 600.0, 598.0])
+    monkeypatch.setattr(trainer_module, "evaluate", lambda *_, **__: {**recalls, "rsum": next(found)})
+    settings = config(data, tmp_path, epochs=5)
+    saved = {}
+    save = run_folder.save_models
+
+    def saving(out: str, model: torch.nn.Module, *rest: object) -> None:
+        save(out, model, *rest)
+        saved.update({name: weight.clone() for name, weight in model.state_dict().items()})
+
+    monkeypatch.setattr(run_folder, "save_models", saving)
+    if stopped:
+        with monkeypatch.context() as patch:
+            stop_at(patch, stopped)
+            assert not run(settings).finished
+    result = run(settings, resume=bool(stopped))
+    assert (result.best_step, result.best["rsum"]) == (16, 600.0)
+    log = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in log if line["kind"] == "validation"] == [4, 8, 12, 16, 20]
+    kept = models.load(tmp_path).state_dict()
+    assert same(kept, saved)
+    assert not same(kept, weights(tmp_path))
+    assert model_card.Described.of(models.load(tmp_path), tmp_path, None, None).best["step"] == 16
+
+
+def test_a_validation_split_of_few_images_is_warned_of_once(data: Path, tmp_path: Path) -> None:
+    message = (
+        "10 images or fewer in dev (10): caption-to-image R@10 is 100 for any model, and the best model can hardly be "
+        "told; use more images there, for example a larger share in --split of itm-fast data import"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        run(config(data, tmp_path / "run", epochs=1))
+    more = write_concepts(tmp_path / "more", n_dev=11)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "10 images or fewer")
+        run(config(data, tmp_path / "run", epochs=2), resume=True)
+        run(config(more, tmp_path / "other", epochs=1))
 
 
 @pytest.mark.parametrize("excluded", [True, False])
