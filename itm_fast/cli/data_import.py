@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -173,6 +174,7 @@ def import_command(
     from itm_fast.files.processors import device_of
     from itm_fast.models.detector_folder import is_detector_folder, load_detector
     from itm_fast.models.vision_folder import load_picture_encoder
+    from itm_fast.training.cautions import few_images
 
     processes = min(processors.available(), 16) if workers is None else workers
     processors.check_count("workers", processes)
@@ -236,9 +238,22 @@ def import_command(
         _list(f"{one} left out (full list: {out / SKIPPED})", found.skipped)
     if found.duplicates:
         atomic.write_text(out / DUPLICATES, "".join(f"{line}\n" for line in found.duplicates))
-    tested = any(record.name == REPORTED for record in manifest.splits)
-    report = " --report" if tested and (encoder is None or pictures) else ""
-    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{report}")
+    # train is left out: models are not chosen by it.
+    few = few_images({record.name: record.images for record in manifest.splits if record.name != "train"})
+    if few is not None:
+        warnings.warn(few, stacklevel=2)
+    names = [record.name for record in manifest.splits]
+    report = " --report" if REPORTED in names and (encoder is None or pictures) else ""
+    data = f"--data {shlex.quote(str(out))}"
+    if "train" not in names:
+        typer.echo(f"evaluate on them with: itm-fast evaluate --checkpoint RUN {data} --split {shlex.quote(names[0])}")
+    elif "dev" in names:
+        typer.echo(f"train on them with: itm-fast train {data} --model scan --out RUN{report}")
+    else:
+        typer.echo(
+            f"train on them, without a split dev, with: itm-fast train {data} --model scan --validation-split train "
+            f"--out RUN{report}"
+        )
 
 
 def _vocabulary(path: Path) -> Vocabulary:

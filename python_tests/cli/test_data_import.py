@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ from itm_fast.data.picture_sources import EncodedPictures
 from itm_fast.models.vision_folder import load_picture_encoder
 from python_tests.helpers.bert import write_bert
 from python_tests.helpers.clip import write_clip
-from python_tests.helpers.commands import error, train_small
+from python_tests.helpers.commands import SMALL, error, output, train_small
 from python_tests.helpers.grid_encoder import GridEncoder
 from python_tests.helpers.pictures import SIDE, write_captions, write_encoder, write_pictures
 from python_tests.helpers.processes import ROOT
@@ -223,6 +224,46 @@ def test_workers_seed_and_split(tmp_path: Path, arguments: list[object]) -> None
     assert other is not None
     assert (len(first), len(other)) == (4, 20)
     assert set(other) - set(first)
+
+
+@pytest.mark.parametrize(
+    ("named", "shares", "command"),
+    [
+        ("", "1,0,0", "train on them, without a split dev, with: itm-fast train --data {store} --model scan "
+         "--validation-split train --out RUN"),
+        ("test", "0.8,0.1,0.1",
+         "evaluate on them with: itm-fast evaluate --checkpoint RUN --data {store} --split test"),
+    ],
+)  # fmt: skip
+def test_the_command_after_an_import_fits_its_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str, shares: str, command: str
+) -> None:
+    names = write_pictures(tmp_path / "pictures", 11)
+    table = "".join(f"{name},a thing{',' * bool(named)}{named}\n" for name in names)
+    (tmp_path / "a.csv").write_text(f"image,caption{',split' * bool(named)}\n{table}")
+    Vocabulary.build(["a thing"], 1).save(tmp_path / "words.json")
+    store = tmp_path / "store"
+    printed = output(
+        capsys, "data", "import", "--images", tmp_path / "pictures", "--captions", tmp_path / "a.csv", "--out", store,
+        "--size", 24, "--grid", 2, "--split", shares, "--vocab", tmp_path / "words.json", "--workers", 0,
+    )  # fmt: skip
+    assert printed.splitlines()[-1] == command.format(store=store)
+    if not named:
+        words = printed.splitlines()[-1].split(" with: itm-fast ")[1].replace("RUN", str(tmp_path / "run")).split()
+        assert run([*words, *SMALL]) == 0
+
+
+def test_splits_of_ten_images_or_fewer_are_warned_of(tmp_path: Path, arguments: list[object]) -> None:
+    message = (
+        "10 images or fewer in dev (10), test (4): caption-to-image R@10 is 100 for any model, and the best model can "
+        "hardly be told; use more images there, for example a larger share in --split of itm-fast data import"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        assert run([*arguments, "--split", "0.65,0.25,0.1"]) == 0
+    arguments[arguments.index("--out") + 1] = tmp_path / "more"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run([*arguments, "--split", "0.2,0.5,0.3"]) == 0
 
 
 def test_an_import_with_other_settings_needs_another_folder(
@@ -439,7 +480,7 @@ def test_rare_words_are_reported_with_the_file_of_captions(tmp_path: Path, capsy
     ):
         assert run(["data", "import", *folders, "--workers", 0, "--split", "1,0,0", "--size", 8, "--grid", 1]) == 0
     store = tmp_path / "store"
-    assert capsys.readouterr().out.endswith(f"--data {store} --model scan --out RUN\n")
+    assert capsys.readouterr().out.endswith(f"--data {store} --model scan --validation-split train --out RUN\n")
     assert error(capsys, "train", "--data", store, "--out", tmp_path / "run", "--report") == (
         1, f"--report: {store}: there is no split 'test' (splits in this feature store: train)"
     )  # fmt: skip
