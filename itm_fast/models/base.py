@@ -32,7 +32,7 @@ from itm_fast.files.plugins import Plugins
 from itm_fast.files.run_files import VOCABULARY
 from itm_fast.fragments import Fragments
 from itm_fast.models.hub import HubModel
-from itm_fast.models.weights_file import check_finite, read_shapes, read_weights, weights_bytes
+from itm_fast.models.weights_file import check_finite, missing, read_shapes, read_weights, weights_bytes
 from itm_fast.nn import AttentionScores, BertTextEncoder, micro_batches
 
 FORMAT = Format()
@@ -480,7 +480,7 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         content = read_json(path, MAX_SETTINGS_BYTES)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; {path.parent} is not a saved model") from None
+        raise missing(path) from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object with model and config")
     content = FORMAT.upgrade(content, path)

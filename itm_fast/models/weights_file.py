@@ -1,10 +1,11 @@
 """Read and write weights as safetensors. A header is checked before memory of the size that it claims is allocated.
 
-Inside: `read_shapes`, `read_weights`, `weights_bytes`, `check_finite`.
+Inside: `read_shapes`, `read_weights`, `weights_bytes`, `check_finite`, `missing`.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor
 from itm_fast.files import regular
 from itm_fast.files.documents import parse_json
 from itm_fast.files.messages import shortened
+from itm_fast.files.run_files import CHECKPOINT, CONFIG
 
-__all__ = ["check_finite", "read_shapes", "read_weights", "weights_bytes"]
+__all__ = ["check_finite", "missing", "read_shapes", "read_weights", "weights_bytes"]
 
 # A model has some dozens of tensors of about a hundred bytes of header each.
 _MAX_HEADER_BYTES = 2**20
@@ -45,7 +47,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             says; one line names the file.
     """
     if not regular.is_file(path):
-        raise ValueError(f"{path}: no such file; {path.parent} is not a saved model")
+        raise missing(path)
     size = path.stat().st_size
     with regular.open_file(path) as file:
         prefix = file.read(8)
@@ -75,6 +77,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return load_file(regular.native_path(file.fileno(), path))
     except safetensors.SafetensorError as error:
         raise _damaged(path, shortened(str(error))) from None
+
+
+def missing(path: Path) -> ValueError:
+    """Return the error of a file of a saved model that does not exist; for a run, it says how to get the model."""
+    run = path.parent
+    if not regular.is_file(run / CONFIG):
+        return ValueError(f"{path}: no such file; {run} is not a saved model")
+    # Without a checkpoint there is nothing to resume, and `train` starts the run in the same folder.
+    again = (
+        f"continue it with: itm-fast train --out {shlex.quote(str(run))} --resume"
+        if regular.is_file(run / CHECKPOINT)
+        else f"start it again with: itm-fast train --config {shlex.quote(str(run / CONFIG))}"
+    )
+    return ValueError(f"{path}: no such file; {run} is a run that has no validated model yet; {again}")
 
 
 def check_finite(tensor: Tensor, name: str, own: Tensor | None = None) -> None:

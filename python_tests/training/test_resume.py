@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from itm_fast import models
+from itm_fast import cli, models
 from itm_fast.data import Vocabulary, open_split
 from itm_fast.evaluation import evaluate
 from itm_fast.training import Trainer
@@ -290,6 +290,29 @@ def test_a_run_that_ends_where_it_was_stopped_is_validated(
     assert (result.steps, result.best_step, result.finished) == (4, 4, True)
     assert steps(tmp_path / "run", "validation") == [4]
     assert result.best["rsum"] > 0
+
+
+def test_a_run_without_a_validated_model_says_how_to_go_on(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a run"
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        assert run(config(data, out, epochs=1)).best == {}
+    reason = f"{out / 'config.json'}: no such file; {out} is a run that has no validated model yet;"
+    evaluation = ["evaluate", "--checkpoint", out, "--data", data]
+    assert error(capsys, *evaluation) == (1, f"{reason} continue it with: itm-fast train --out '{out}' --resume")
+    shutil.copytree(out, tmp_path / "copy")
+    assert cli.run(["train", "--out", str(out), "--resume"]) == 0
+    models.load(out)
+    # A run that was killed before its first checkpoint.
+    shutil.rmtree(out)
+    (tmp_path / "copy").rename(out)
+    shutil.rmtree(out / "last")
+    again = f"start it again with: itm-fast train --config '{out / 'train.yaml'}'"
+    assert error(capsys, *evaluation) == (1, f"{reason} {again}")
+    assert cli.run(["train", "--config", str(out / "train.yaml")]) == 0
+    models.load(out)
 
 
 @pytest.mark.parametrize("scenario", ["single", "mss"])
