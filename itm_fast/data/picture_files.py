@@ -5,6 +5,7 @@ Inside: `open_picture`, `readable_formats`, `look_at`, `Look`, `decoded`, `near_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -39,7 +40,7 @@ _HASH_BITS, _THUMBNAIL_LEVELS = 3, 6.0
 _BITS = np.array([number.bit_count() for number in range(2**16)], dtype=np.uint8)
 
 
-def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
+def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Image.Image:
     """Decode a picture as upright RGB.
 
     EXIF orientation is applied, transparent pixels are put on white, CMYK is converted, and 16 bits per channel are
@@ -47,20 +48,24 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
 
     Args:
         path: the file.
-        content: its content, if it has been read.
+        content: its content, if it has been read; or the picture, if Pillow has opened it, which stays open.
 
     Raises:
         ValueError: the file cannot be read or decoded, is truncated, or has too many pixels. The message names it.
     """
     if content is None:
         content = _content(path)
-    if not content:
+    if not (all(content.size) if isinstance(content, Image.Image) else content):
         raise ValueError(f"{path}: an empty file, not a picture")
     with warnings.catch_warnings():
         # Of Pillow, on metadata that is not used; the number of pixels is checked below.
         warnings.simplefilter("ignore")
         try:
-            with Image.open(io.BytesIO(content), formats=readable_formats()) as image:
+            with (
+                contextlib.nullcontext(content)
+                if isinstance(content, Image.Image)
+                else Image.open(io.BytesIO(content), formats=readable_formats())
+            ) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
                 if max(image.size) > MOST_STRETCHED * min(image.size):

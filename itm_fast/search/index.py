@@ -88,8 +88,8 @@ class Index(OpenIndex):
         Args:
             model: a model with its tokenizer, a run directory, or several of either: an ensemble by mean score.
             source: a data set, whose images and captions become items; features (n, k, f), a tensor, an array or
-                Fragments; the path of a folder of pictures; or a list of pictures: paths, contents of files, or uint8
-                arrays (height, width, 3).
+                Fragments; the path of a folder of pictures; or a list of pictures: paths, contents of files, uint8
+                arrays (height, width, 3) or pictures of Pillow.
             path: the folder to write. A killed build leaves no index, and the next one removes its files.
             ids: a name for each image; default: the names in the data set, paths below the folder, or numbers.
             captions: a text for each image of features or pictures, which results show.
@@ -128,7 +128,7 @@ class Index(OpenIndex):
         texts: str | Sequence[str] | None = None,
         k: int | None = None,
         *,
-        pictures: str | os.PathLike[str] | bytes | Sequence[Picture] | None = None,
+        pictures: Picture | Sequence[Picture] | None = None,
         features: Tensor | np.ndarray | Fragments | None = None,
         items: str | Sequence[str] | None = None,
         of: str | None = None,
@@ -141,7 +141,8 @@ class Index(OpenIndex):
         Args:
             texts: a text, or several.
             k: number of results; default: 10, or all items if there are fewer.
-            pictures: a path or the content of a file; or several, also uint8 arrays (height, width, 3).
+            pictures: a path, the content of a file, a uint8 array (height, width, 3) or a picture of Pillow; or
+                several.
             features: (n, k, f) or Fragments, as the model takes them.
             items: the id of an image of the index, or several. A like search does not find the item itself.
             of: "images" or "captions". Default: images for texts; captions for all others, or images if the index has
@@ -154,6 +155,7 @@ class Index(OpenIndex):
             The results of each query. Equal scores are in the order of addition.
 
         Raises:
+            TypeError: a query is no text, or a picture is none of these.
             ValueError: a query is empty, unreadable or too long, none of its words is known, or `k` is not from 1 to
                 the number of items.
         """

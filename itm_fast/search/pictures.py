@@ -24,8 +24,8 @@ from itm_fast.search.encoders import encoded, is_encoder_kind, preprocessing_of
 
 __all__ = ["Picture", "check_kind", "features_of", "grid_of", "kind_of", "picture_in", "thumbnail"]
 
-# A path, the content of a file, or pixels (height, width, 3) uint8.
-Picture = str | os.PathLike[str] | bytes | np.ndarray
+# A path, the content of a file, pixels (height, width, 3) uint8, or a picture that Pillow has opened.
+Picture = str | os.PathLike[str] | bytes | np.ndarray | Image.Image
 
 _KIND = re.compile(r"(\d{1,4})x(\d{1,3})( stretched)?")
 _THUMBNAIL = 192
@@ -99,10 +99,10 @@ def opened(picture: Picture) -> Image.Image:
                 f"picture: expected sides up to {MOST_STRETCHED} times as long as the other, got {picture.shape[:2]}"
             )
         return Image.fromarray(picture)
-    if isinstance(picture, bytes):
+    if isinstance(picture, bytes | Image.Image):
         return open_picture(Path("picture"), picture)
     if not isinstance(picture, str | os.PathLike):
-        raise TypeError(f"picture: expected a path, bytes or an array, got {shown(picture)}")
+        raise TypeError(f"picture: expected a path, bytes, an array or a picture of Pillow, got {shown(picture)}")
     return open_picture(Path(picture))
 
 

@@ -6,7 +6,7 @@ Inside: `Queries`, `of_any`, `of_texts`, `of_features`, `unknown_words`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import attrs
@@ -115,6 +115,9 @@ def _check_some(queries: Sized) -> None:
 
 def of_texts(members: Members, texts: str | Sequence[str]) -> Queries:
     """Encode texts. Raises as `check_text`, and ValueError if there is no text."""
+    other: object = texts
+    if isinstance(other, bytes) or not isinstance(other, Iterable):
+        raise TypeError(f"query: expected a text, or several, got {shown(other)}; pass a picture as pictures=")
     given = [texts] if isinstance(texts, str) else list(texts)
     checked = [check_text(members, text) for text in given]
     _check_some(checked)
@@ -138,7 +141,7 @@ def of_any(
     members: Members,
     snapshot: Snapshot,
     texts: str | Sequence[str] | None,
-    pictures: str | os.PathLike[str] | bytes | Sequence[Picture] | None,
+    pictures: Picture | Sequence[Picture] | None,
     features: Tensor | np.ndarray | Fragments | None,
     items: str | Sequence[str] | None,
     encoder: str | os.PathLike[str] | None = None,
@@ -150,10 +153,10 @@ def of_any(
         return of_texts(members, texts)
     if pictures is not None:
         kind = snapshot.manifest.pictures
-        pictures = [pictures] if isinstance(pictures, str | os.PathLike | bytes) else list(pictures)
-        _check_some(pictures)
-        rows = features_of(pictures, kind if encoder is None else moved(kind, encoder))
-        return of_features(members, rows, [_name_of(one) for one in pictures])
+        chosen = _listed(pictures)
+        _check_some(chosen)
+        rows = features_of(chosen, kind if encoder is None else moved(kind, encoder))
+        return of_features(members, rows, [_name_of(one) for one in chosen])
     if items is not None:
         own = snapshot.sides["images"]
         items = [items] if isinstance(items, str) else list(items)
@@ -161,9 +164,22 @@ def of_any(
         positions = [own.find(name) for name in items]
         parts = [own.encodings(torch.tensor([position])) for position in positions]
         return Queries(items, "images", _joined(parts), positions)
-    found = torch.from_numpy(features) if isinstance(features, np.ndarray) else features
+    found: Tensor | Fragments | None
+    if isinstance(features, np.ndarray):
+        # torch warns of arrays that cannot be written, such as memory-mapped files.
+        found = torch.from_numpy(features if features.flags.writeable else features.copy())
+    else:
+        found = features
     assert found is not None
     return of_features(members, found, [f"features {number}" for number in range(len(found))])
+
+
+def _listed(pictures: Any) -> list[Picture]:
+    """Return one or several pictures as a list. What is neither is taken for one, which `features_of` refuses."""
+    several = isinstance(pictures, Iterable) and not isinstance(pictures, str | bytes)
+    if isinstance(pictures, np.ndarray):
+        several = pictures.ndim == 4
+    return list(pictures) if several else [pictures]
 
 
 def _name_of(picture: Picture) -> str:

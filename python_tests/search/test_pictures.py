@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from PIL import Image
 
 from itm_fast import cli
-from itm_fast.data import Vocabulary, open_split
+from itm_fast.data import Vocabulary, emoji, open_split
+from itm_fast.search import Index
 from itm_fast.search.pictures import features_of, grid_of, kind_of, thumbnail
 from python_tests.helpers.pictures import write_captions
 
@@ -39,6 +41,50 @@ def test_a_picture_becomes_the_features_that_an_import_stores(tmp_path: Path, op
     assert (features_of(pictures, kind) - stored).abs().mean() < 0.02
     other = {"64x4": "64x4 stretched", "64x4 stretched": "64x4"}[kind]
     assert (features_of(pictures, other) - stored).abs().mean() > 0.06
+
+
+def test_a_picture_is_a_query_in_any_form(served_index: Path, tmp_path: Path) -> None:
+    index = Index.open(served_index)
+    pixels = emoji.pictures("test")[5]
+    file = tmp_path / "picture.png"
+    Image.fromarray(pixels).save(file)
+    with Image.open(file) as opened:
+        forms = (file, str(file), file.read_bytes(), pixels, opened, [opened], pixels[None])
+        found = [index.search(pictures=form, k=4) for form in forms]
+    for results in found:
+        assert [one.hits for one in results] == [one.hits for one in found[0]]
+    assert [one.query for one in found[4]] == ["picture"]
+    # Transparent pixels become white, as in a file.
+    clear = Image.new("RGBA", (72, 72), (0, 0, 0, 0))
+    white = np.full((72, 72, 3), 255, np.uint8)
+    assert index.search(pictures=clear, k=4)[0].hits == index.search(pictures=white, k=4)[0].hits
+    assert len(index.search(pictures=np.stack([pixels, white]), k=4)) == 2
+
+
+NO_TEXT = "query: expected a text, or several, got {}; pass a picture as pictures="
+NO_PIXELS = "picture: expected uint8 (height, width, 3), got {}"
+THIN = "picture: the picture cannot be decoded (2 x 300 pixels: a side is more than 100 times the other)"
+
+
+@pytest.mark.parametrize(
+    ("query", "error", "message"),
+    [
+        ({"texts": Path("a.jpg")}, TypeError, NO_TEXT.format("<PosixPath>")),
+        ({"texts": Image.new("RGB", (2, 2))}, TypeError, NO_TEXT.format("<Image>")),
+        ({"texts": b"red"}, TypeError, NO_TEXT.format("<bytes>")),
+        ({"texts": [Path("a.jpg")]}, TypeError, "query: expected a text, got <PosixPath>"),
+        ({"pictures": 5}, TypeError, "picture: expected a path, bytes, an array or a picture of Pillow, got 5"),
+        ({"pictures": np.zeros((4, 4, 3))}, ValueError, NO_PIXELS.format("float64 (4, 4, 3)")),
+        ({"pictures": np.zeros((4, 3), np.uint8)}, ValueError, NO_PIXELS.format("uint8 (4, 3)")),
+        ({"pictures": Image.new("RGB", (2, 300))}, ValueError, THIN),
+        ({"pictures": Image.new("RGB", (0, 0))}, ValueError, "picture: an empty file, not a picture"),
+    ],
+)
+def test_a_query_of_another_kind_is_one_line(
+    served_index: Path, query: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        Index.open(served_index).search(**query)
 
 
 def test_an_array_of_extreme_proportions_is_refused() -> None:
