@@ -309,8 +309,10 @@ def _of_arrays(encode: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(features, np.ndarray):
             return encode(self, features)
         weight = next(self.parameters())
+        # torch warns of arrays that cannot be written, such as memory-mapped files.
+        values = features if features.flags.writeable else features.copy()
         with torch.no_grad():
-            return encode(self, torch.from_numpy(features).to(weight.device, weight.dtype))
+            return encode(self, torch.from_numpy(values).to(weight.device, weight.dtype))
 
     return encode_images
 

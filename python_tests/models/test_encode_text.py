@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,19 @@ def values(embeddings: Fragments | torch.Tensor) -> torch.Tensor:
     return embeddings.values if isinstance(embeddings, Fragments) else embeddings
 
 
-def test_a_loaded_model_reads_strings_and_arrays(data: Path, trained: Path) -> None:
+def test_a_loaded_model_reads_strings_and_arrays(data: Path, trained: Path, tmp_path: Path) -> None:
     model = models.load(trained)
     test = open_split(data, "dev", Vocabulary.from_file(trained / "vocab.json"))
     captions = model.encode_captions(list(test.captions[:7]))
     assert torch.equal(values(captions), values(model.encode_captions(*test.caption_batch(range(7)))))
     images = model.encode_images(np.asarray(test.image_batch(range(3))))
     assert torch.equal(values(images), values(model.encode_images(test.image_batch(range(3)))))
+    # A memory-mapped file cannot be written.
+    np.save(tmp_path / "features.npy", np.asarray(test.image_batch(range(3))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mapped = model.encode_images(np.load(tmp_path / "features.npy", mmap_mode="r"))
+    assert torch.equal(values(mapped), values(images))
     # Scoring with SGRAF uses trainable weights.
     scores = model.score(images, captions)
     assert not any(values(part).requires_grad for part in (images, captions, scores))
