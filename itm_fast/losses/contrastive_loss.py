@@ -22,7 +22,8 @@ class InfoNCELoss(ScoreLoss):
     """Symmetric cross-entropy of scaled scores (InfoNCE), as CLIP is trained.
 
     The loss of an anchor i is `-log(exp(t s_ii) / sum_j exp(t s_ij))`. The scale t is learned as `log_scale`. It is
-    cut to at most 100 before each use.
+    cut to at most 100 before each use. The default adds all anchors. CLIP's published form is
+    `InfoNCELoss(halve=True, reduction="mean")`.
 
     Args:
         initial_scale: t at the start, at most 100. Published: 1 / 0.07.
@@ -81,7 +82,8 @@ class SigLIPLoss(nn.Module):
     """Binary cross-entropy of every pair of the batch, as SigLIP is trained.
 
     The loss of an image i is `-sum_j log sigmoid(z_ij (t s_ij + b))`, where z is 1 for the matching pair and -1 for all
-    others. The scale t is learned as `log_scale`, and the bias b as `bias`.
+    others. The scale t is learned as `log_scale`, and the bias b as `bias`. The default adds all images. SigLIP's
+    published form is `SigLIPLoss(reduction="mean")`.
 
     Args:
         initial_scale: t at the start. Published: 10.
