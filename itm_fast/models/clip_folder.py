@@ -23,7 +23,7 @@ from itm_fast.nn.vision_backbone import backbone_settings, class_named
 __all__ = ["ClipFolder", "read_clip_folder", "read_clip_tokenizer"]
 
 _CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
-_WHAT, _PARTS = "a CLIP or SigLIP", "processor"
+_WHAT, _PARTS = "a CLIP or SigLIP", "image processor and tokenizer"
 
 
 @attrs.frozen(eq=False)
@@ -76,7 +76,7 @@ class ClipFolder:
 
 
 def read_clip_folder(folder: str | os.PathLike[str]) -> ClipFolder:
-    """Read a CLIP or SigLIP that `save_pretrained` of transformers wrote, with its processor.
+    """Read a CLIP or SigLIP that `save_pretrained` of transformers wrote, with its image processor and tokenizer.
 
     Args:
         folder: contains `config.json`, `preprocessor_config.json`, `tokenizer.json` and safetensors weights.
