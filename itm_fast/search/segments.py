@@ -1,6 +1,6 @@
 """Segments: files that hold some items of one side, and never change.
 
-Inside: `Segment`, `SegmentWriter`, `write_tensors`, `map_file`.
+Inside: `Segment`, `write_segment`, `write_tensors`, `joined_parts`, `map_file`.
 
 A segment is a safetensors file. Of each model m: `{m}.values` (N, d), `{m}.offsets` (items + 1,) int64, and with int8
 `{m}.scales` (N,). A model with one vector per item has only `{m}.values` (items, d) float32. Then `pooled` (items, D)
@@ -139,7 +139,7 @@ class Segment:
         live: bool (items,), False for deleted items.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_tensors`; or a tensor is missing or does not fit the others.
+        FileNotFoundError, ValueError: as `map_file`; or a tensor is missing or does not fit the others.
     """
 
     def __init__(self, directory: Path, record: SegmentRecord, members: int) -> None:

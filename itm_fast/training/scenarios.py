@@ -14,7 +14,8 @@
 
 Training with realigned feature conversions is another scenario, in `fdf/realignment.py`.
 
-Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py`, `momentum.py`, `realignment.py` and `addr.py`.
+Inside: `make_scenario`, and names of `scenario.py`, `addr/scenario.py`, `dbl/anchor.py`, `dbl/momentum.py` and
+`fdf/realignment.py`.
 
 Sources: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, section III-C;
 for addr, Ren et al., Beyond the Deep Metric Learning, Algorithm 1.
