@@ -2,8 +2,9 @@
 
 "Learning Fragment Self-Attention Embeddings for Image-Text Matching". The sizes of the layer over regions are those of
 BERT: a head per 64 channels, and a perceptron of four times the width. The official code reads them from a file. It
-also adds an angular loss (`angular_weight`), which falls by 10 every five epochs and ends after 21, and a penalty on
-the norms of the image encoder's weights. The penalty is left out here; `--weight-decay` has the same purpose.
+also adds an angular loss and a penalty on the norms of the image encoder's weights. The weight of the angular loss
+(`angular_weight`) is divided by 10 every five epochs, and is 0 after 21 epochs. The penalty is left out here;
+`--weight-decay` has the same purpose.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class SAEMConfig(BertEncoderConfig):
     )
     angular_weight: float = setting(
         0.0,
-        help="Weight of the angular loss in the first five epochs; it falls by 10 every five and ends after 21. "
-        "The authors' code takes 0.5.",
+        help="Weight of the angular loss in the first five epochs; it is divided by 10 every five epochs, and is 0 "
+        "after 21 epochs. The authors' code takes 0.5.",
         minimum=0,
     )
     phrase_dropout: float = setting(

@@ -71,7 +71,7 @@ def test_images_without_captions(n_images: int, n_captions: int) -> None:
 def test_a_step_adds_the_loss_with_the_decay_of_its_epoch(
     data: Path, tmp_path: Path, number: int, factor: float
 ) -> None:
-    """An epoch has 4 steps: the weight falls by 10 every 5 epochs, and is 0 after the twenty-first."""
+    """An epoch has 4 steps: the weight is divided by 10 every 5 epochs, and is 0 after the twenty-first."""
     options = {**SIZES, **EXACT, "angular_weight": 0.5}
     trainer = make_trainer(config(data, tmp_path, model="saem", model_options=options, mining="all"))
     assert trainer.stepper._per_epoch == 4
