@@ -42,9 +42,6 @@ ALIGNMENT, STEPS = 256, 2
 # COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
-# Products of a pair's size in the backward of cross-attention: its scores, and the sums of both gradients.
-BACKWARD_PRODUCTS = 3
-
 # Rows of a tile of regions and of one of words, and maximum sets per tile (ScoreTile112, kTileSets).
 TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
 
