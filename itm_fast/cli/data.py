@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from itm_fast.cli.options import Command, Group
+from itm_fast.cli.targets import check_targets
 from itm_fast.files.messages import printable
 
 if TYPE_CHECKING:
@@ -161,8 +162,7 @@ def check_command(
     from itm_fast.files import atomic
     from itm_fast.files.documents import json_text
 
-    if json_file is not None:
-        atomic.check_target(json_file)
+    check_targets({"--json": json_file}, {"--vocab": vocab}, [("DIR", directory)])
     report: Report | StoreReport
     if is_store(directory):
         if vocab is not None:

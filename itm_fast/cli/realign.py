@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from itm_fast.cli.models import check_run, dataset_of, load_run
+from itm_fast.cli.targets import check_targets
 
 
 def realign(
@@ -45,9 +46,11 @@ def realign(
     from itm_fast.training.fdf.cross_model import cross_table
     from itm_fast.training.fdf.cross_model import realign as train_heads
 
-    for file in (figure, json_file):
-        if file is not None:
-            atomic.check_target(file)
+    check_targets(
+        {"--figure": figure, "--json": json_file},
+        {},
+        [("--extractor", extractor), ("--heads", heads), ("--data", data), ("--out", out)],
+    )
     if figure is not None:
         check_suffix(figure)
         check_tsne()

@@ -13,6 +13,7 @@ import attrs
 import typer
 
 from itm_fast.cli.index_options import Checkpoints, Threads
+from itm_fast.cli.targets import check_targets
 
 if TYPE_CHECKING:
     from itm_fast.report import FoundItem
@@ -81,7 +82,6 @@ def search(
 
     A picture finds captions, or with --of images those that look like it.
     """
-    from itm_fast.files import atomic
     from itm_fast.files.messages import shown
     from itm_fast.files.processors import device_of, set_threads
     from itm_fast.report import SearchPage, write_search
@@ -89,8 +89,15 @@ def search(
     from itm_fast.search.query_file import read_lines
     from itm_fast.search.remote import Shards, addresses_in
 
-    if html is not None:
-        atomic.check_target(html)
+    addresses = addresses_in(index)
+    check_targets(
+        {"--html": html},
+        {"--queries": queries, "--image": image},
+        [
+            ("INDEX", None if addresses else Path(index)), ("--encoder", encoder),
+            *(("--checkpoint", run) for run in checkpoint or ()),
+        ],
+    )  # fmt: skip
     lines = read_lines(queries) if queries is not None else {}
     texts = [*(text or ()), *lines.values()]
     given = {"texts": texts, "pictures": [str(path) for path in image or ()], "items": list(like or ())}
@@ -102,7 +109,7 @@ def search(
     if html is not None and len(given[kinds[0]]) > _MOST_ON_PAGE:
         raise ValueError(f"--html: expected at most {_MOST_ON_PAGE} queries, got {len(given[kinds[0]]):,}")
     set_threads(threads)
-    addresses, values = addresses_in(index), given[kinds[0]]
+    values = given[kinds[0]]
     if addresses and (like or html or encoder or checkpoint):
         raise ValueError("--like, --html, --encoder, --checkpoint: expected only with an index on this machine")
     shards = Shards(addresses) if addresses else None

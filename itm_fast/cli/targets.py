@@ -6,7 +6,7 @@ Inside: `check_targets`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from itm_fast.files import atomic
@@ -15,25 +15,30 @@ __all__ = ["check_targets"]
 
 # What commands write beside a model or data, and may write again.
 _WRITTEN = (".html", ".json", ".pdf", ".png", ".svg")
-# JSON files of runs, of pretrained parts and of feature stores.
+# JSON files of runs, of pretrained parts, of feature stores and of indexes, or ends of their names.
 _CONTENT = (
     "config.json", "vocab.json", "store.json", "unfinished.json", "tokenizer.json", "tokenizer_config.json",
-    "preprocessor_config.json", "detector.json",
+    "preprocessor_config.json", "detector.json", "index.json",
 )  # fmt: skip
 
 
 def check_targets(
-    written: Mapping[str, Path | None], read: Mapping[str, Path | None], folders: Iterable[tuple[str, Path | None]] = ()
+    written: Mapping[str, Path | None],
+    read: Mapping[str, Path | Sequence[Path] | None],
+    folders: Iterable[tuple[str, Path | None]] = (),
 ) -> None:
     """Raise ValueError if a target cannot be written, is read by the command, or is given twice.
 
     Args:
         written: the files to write, by option.
         read: the files that the command reads, by option.
-        folders: option and path of each run directory and data folder that the command reads.
+        folders: option and path of each run directory, data folder and index that the command reads.
     """
     # In contrast to Path.resolve, realpath accepts loops of links, which the later steps report.
-    given = {os.path.realpath(path): option for option, path in read.items() if path is not None}
+    files = [
+        (option, file) for option, path in read.items() for file in ([path] if isinstance(path, Path) else path or ())
+    ]
+    given = {os.path.realpath(file): option for option, file in files}
     whole = [(option, path) for option, path in folders if path is not None]
     for option, target in written.items():
         if target is None:
@@ -45,7 +50,7 @@ def check_targets(
             raise ValueError(f"{option}: {target} is also given as {other}; choose another file to write")
         for of, folder in whole:
             around = Path(os.path.realpath(folder))
-            is_usual = place.suffix.lower() in _WRITTEN and not place.name.endswith((*_CONTENT, ".index.json"))
+            is_usual = place.suffix.lower() in _WRITTEN and not place.name.endswith(_CONTENT)
             own = not is_usual or place.parent != around or of == "--ground-truth"
             if own and place.exists() and around in place.parents:
                 raise ValueError(f"{option}: {target} is a file of {of} {folder}; choose another file to write")

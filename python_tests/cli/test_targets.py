@@ -63,6 +63,62 @@ def test_evaluate_spares_the_run(folders: tuple[Path, Path], capsys: pytest.Capt
     )  # fmt: skip
 
 
+def test_realign_spares_both_runs_and_the_data(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = folders
+    none, own, weights = tmp_path / "none", tmp_path / "own", run / "model.safetensors"
+    for first, second, options, message in (
+        (run, none, ["--json", run / "config.json"], f"--json: {run}/config.json is a file of --extractor {run}"),
+        (none, run, ["--json", run / "config.json"], f"--json: {run}/config.json is a file of --heads {run}"),
+        (none, run, ["--figure", weights], f"--figure: {weights} is a file of --heads {run}"),
+        (none, none, ["--json", data / "test_ims.npy"], f"--json: {data}/test_ims.npy is a file of --data {data}"),
+        (none, none, ["--figure", own, "--json", own], f"--json: {own} is also given as --figure"),
+    ):  # fmt: skip
+        words = ["realign", "--extractor", first, "--heads", second, "--data", data, "--out", tmp_path / "new"]
+        assert error(capsys, *words, *options) == (1, f"{message}; choose another file to write")
+    words = ["realign", "--extractor", none, "--heads", none, "--data", data, "--out", run, "--resume"]
+    assert error(capsys, *words, "--json", run / "vocab.json") == (
+        1, f"--json: {run}/vocab.json is a file of --out {run}; choose another file to write",
+    )  # fmt: skip
+    assert {path.read_text() for path in (*run.iterdir(), *data.iterdir())} == {"kept"}
+
+
+def test_a_page_of_results_spares_queries_pictures_and_the_index(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = folders
+    index, file = tmp_path / "index", tmp_path / "file"
+    index.mkdir()
+    for path in (index / "index.json", index / "images-0.safetensors", file):
+        path.write_text("kept")
+    for options, target, message in (
+        (["--queries", file], file, "is also given as --queries"),
+        (["--image", tmp_path / "other", "--image", file], file, "is also given as --image"),
+        (["a", "--checkpoint", run], run / "vocab.json", f"is a file of --checkpoint {run}"),
+        (["a", "--encoder", run], run / "config.json", f"is a file of --encoder {run}"),
+        (["a"], index / "index.json", f"is a file of INDEX {index}"),
+        (["a"], index / "images-0.safetensors", f"is a file of INDEX {index}"),
+    ):
+        assert error(capsys, "search", index, *options, "--html", target) == (
+            1, f"--html: {target} {message}; choose another file to write",
+        )  # fmt: skip
+    assert {path.read_text() for path in (*run.iterdir(), *index.iterdir(), file)} == {"kept"}
+
+
+def test_data_check_spares_the_data_and_the_vocabulary(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = folders
+    vocabulary, features = run / "vocab.json", data / "test_ims.npy"
+    for options, message in (
+        (["--json", features], f"--json: {features} is a file of DIR {data}"),
+        (["--vocab", vocabulary, "--json", vocabulary], f"--json: {vocabulary} is also given as --vocab"),
+    ):
+        assert error(capsys, "data", "check", data, *options) == (1, f"{message}; choose another file to write")
+    assert {path.read_text() for path in (*run.iterdir(), *data.iterdir())} == {"kept"}
+
+
 @pytest.mark.parametrize(
     "words",
     [
