@@ -293,7 +293,6 @@ def main() -> None:
         plan = attrs.evolve(plan, **{**changes, **({"models": tuple(options.models)} if options.models else {})})
 
     def save(results: dict[str, Any]) -> None:
-        results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.coco_epoch", *sys.argv[1:]])
         if options.json is not None:
             write_text(options.json, json.dumps(results, indent=2) + "\n")
 

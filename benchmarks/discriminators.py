@@ -87,11 +87,7 @@ def run(
         for name, (precision, mapped) in STORES.items():
             progress(name)
             rows[name] = measure(images, width, batch, steps, precision, own if mapped else None)
-    where = {
-        **environment(1, build_info()),
-        "command": "python -m benchmarks.discriminators",
-        "load": [before, os.getloadavg()[0]],
-    }
+    where = {**environment(1, build_info()), "load": [before, os.getloadavg()[0]]}
     sizes = {"images": images, "width": width, "batch": batch, "steps": steps}
     return {"format_version": FORMAT_VERSION, "environment": where, "sizes": sizes, "rows": rows}
 

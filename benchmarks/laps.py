@@ -149,7 +149,6 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _write(path: Path | None, results: dict[str, Any]) -> None:
-    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.laps", *sys.argv[1:]])
     if path is not None:
         atomic.write_text(path, json.dumps(results, indent=2) + "\n")
 

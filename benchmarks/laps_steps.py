@@ -76,7 +76,7 @@ def run(
     if commit not in results["commits"]:
         results["commits"].append(commit)
     changed = results["environment"]["uncommitted_changes"] or where["uncommitted_changes"]
-    results["environment"] = results["environment"] | {"uncommitted_changes": changed}
+    results["environment"] = results["environment"] | {"uncommitted_changes": changed, "command": where["command"]}
     model = make_model(sizes)
     results |= {"sizes": attrs.asdict(sizes), "weight_bytes": bytes_of(model)}
     if "small" not in results:

@@ -86,8 +86,7 @@ def run(
             "parameters": sum(weight.numel() for weight in model.parameters()),
             **{kind: timing.as_dict() for kind, timing in timings.items()},
         }
-    command = f"python -m benchmarks.matching_speed --pairs {pairs} --threads {threads}"
-    where = {**environment(threads, build_info()), "command": command}
+    where = environment(threads, build_info())
     return {"format_version": FORMAT_VERSION, "environment": where, "pairs": pairs**2, "models": measured}
 
 

@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -114,7 +113,6 @@ def main() -> None:
     except ImportError:
         parser.error("this benchmark compares with maxsim-cpu; install it with 'pip install maxsim-cpu'")
     results = run(documents=1000, tokens=1024, query_tokens=32, dim=128, rounds=options.rounds, rival=rival)
-    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.maxsim", *sys.argv[1:]])
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(markdown(results))

@@ -240,7 +240,6 @@ def _named(progress: Callable[[str], None], row: str, what: str) -> None:
 def run(
     fdf: Mapping[str, Host],
     addr: Mapping[str, Host],
-    command: str,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure all hosts on one thread; return the content of the JSON file."""
@@ -250,7 +249,7 @@ def run(
     for method, hosts, measure in (("addr", addr, measure_addr), ("fdf", fdf, measure_fdf)):
         for name, host in hosts.items():
             measured[method][name] = measure(host, partial(_named, progress, f"{method}, {name}"))
-    where = {**environment(1, build_info()), "command": command, "load": [before, os.getloadavg()[0]]}
+    where = {**environment(1, build_info()), "load": [before, os.getloadavg()[0]]}
     return {"format_version": FORMAT_VERSION, "environment": where, "published": PUBLISHED, **measured}
 
 
@@ -264,8 +263,7 @@ def main() -> None:
         {name: quick(host) if options.quick else of_batch(host, options.batch) for name, host in hosts.items()}
         for hosts in (FDF_HOSTS, ADDR_HOSTS)
     )
-    command = f"python -m benchmarks.methods {'--quick' if options.quick else f'--batch {options.batch}'}"
-    results = run(fdf, addr, command, progress=lambda what: print(what, flush=True))
+    results = run(fdf, addr, progress=lambda what: print(what, flush=True))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(markdown(results))

@@ -72,8 +72,7 @@ def run(
             with memory_given_back():
                 rows[name]["peak_bytes"] = peak_memory(start, "single", one, threads=threads)
         measured.append({"setup": setup.as_dict(), "rows": rows})
-    command = f"python -m benchmarks.micro_batches --threads {threads}"
-    where = {**environment(threads, build_info()), "command": command}
+    where = environment(threads, build_info())
     return {"format_version": FORMAT_VERSION, "environment": where, "setups": measured}
 
 

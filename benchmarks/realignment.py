@@ -75,10 +75,7 @@ def run(
         write_features(figure, {name: pooled_features(model, test) for name, model in members.items()})
     return {
         "format_version": FORMAT_VERSION,
-        "environment": {
-            **environment(torch.get_num_threads(), build_info()),
-            "command": f"python -m benchmarks.realignment --threads {threads}",
-        },
+        "environment": environment(torch.get_num_threads(), build_info()),
         "hosts": {name: dict(settings) for name, settings in hosts.items()},
         "images": test.n_images,
         "rsum": tables,

@@ -140,7 +140,6 @@ def main() -> None:
         dim=options.dim,
         progress=lambda what: print(what, file=sys.stderr, flush=True),
     )
-    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.regulated_former", *sys.argv[1:]])
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(markdown(results))

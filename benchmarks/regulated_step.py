@@ -144,7 +144,6 @@ def main() -> None:
         threads=options.threads,
         progress=lambda what: print(what, file=sys.stderr, flush=True),
     )
-    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.regulated_step", *sys.argv[1:]])
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(markdown(results))

@@ -225,8 +225,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure all scenarios of each setup, interleaved; return the content of the JSON file."""
     torch.set_num_threads(threads)
-    command = f"python -m benchmarks.scenarios --runs {runs} --threads {threads}"
-    where = {**environment(threads, build_info()), "command": command}
+    where = environment(threads, build_info())
     measured = {}
     for setup in setups:
         variants: dict[str, Callable[[], Any]] = {name: make_step(name, setup) for name in SCENARIOS}

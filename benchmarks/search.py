@@ -189,9 +189,8 @@ def measured(options: argparse.Namespace, place: Path) -> dict[str, Any]:
             shutil.rmtree(path)
         cases.append({"items": items, "dtype": dtype, **built, **found, **changed})
         print(cases[-1], file=sys.stderr, flush=True)
-    command = " ".join(["python", "-m", "benchmarks.search", *sys.argv[1:]])
     return {
-        "environment": {**environment(options.threads, build_info()), "command": command},
+        "environment": environment(options.threads, build_info()),
         "load": os.getloadavg()[0],
         "candidates": CANDIDATES,
         "encode_cpu_s_per_item": cases[-1]["encode_cpu_s_per_item"],

@@ -119,10 +119,7 @@ def measured(options: argparse.Namespace, place: Path) -> dict[str, Any]:
         "lancedb": lancedb_store(place),
     }
     return {
-        "environment": {
-            **environment(options.threads, build_info()),
-            "command": " ".join(["python", "-m", "benchmarks.search_columns", *sys.argv[1:]]),
-        },
+        "environment": environment(options.threads, build_info()),
         "load": os.getloadavg()[0],
         "items": side.count,
         "candidates": CANDIDATES,

@@ -269,10 +269,7 @@ def main() -> None:
         return
     kept = json.loads(options.json.read_text())["cases"] if options.add else []
     content = {
-        "environment": {
-            **environment(1, build_info()),
-            "command": " ".join(["python", "-m", "benchmarks.search_engines", *sys.argv[1:]]),
-        },
+        "environment": environment(1, build_info()),
         "top": TOP,
         "cases": [*kept, *(measured(path, options) for path in options.index)],
     }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -130,10 +129,7 @@ def run(checkpoint: Path, queries: int, threads: int) -> dict[str, Any]:
     blended = learned.blend[0] * products + learned.blend[1] * fits
     forms["learned, then MaxSim"] = {"width": vectors.shape[1], "recalls": shortlist_recalls(products, blended, best)}
     return {
-        "environment": {
-            **environment(threads, build_info()),
-            "command": " ".join(["python", "-m", "benchmarks.search_pooling", *sys.argv[1:]]),
-        },
+        "environment": environment(threads, build_info()),
         "load": os.getloadavg()[0],
         "model": members.main.name,
         "images": len(images),

@@ -9,24 +9,25 @@ import datetime
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from itm_fast.files.command_line import command_line
+
 __all__ = ["environment", "processor_name", "source_commit"]
 
 
 def environment(threads: int, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return machine, time and software versions of the measurement."""
+    """Return command, machine, time and software versions of the measurement."""
     commit, dirty = source_commit()
     return {
         "commit": commit,
         "uncommitted_changes": dirty,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["itm-fast", *sys.argv[1:]]),
+        "command": command_line(),
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": threads,

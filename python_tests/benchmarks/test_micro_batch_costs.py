@@ -20,7 +20,6 @@ def test_all_of_it_in_one_run() -> None:
     (measured,) = results["setups"]
     assert measured["setup"] == {"model": "scan", "batch": 6, "dim": 8, "features": 10, "words": 30}
     assert all(len(row["runs_s"]) == 2 and min(row["runs_s"]) > 0 for row in measured["rows"].values())
-    assert results["environment"]["command"] == "python -m benchmarks.micro_batches --threads 1"
     assert json.loads(json.dumps(results)) == results
 
 
