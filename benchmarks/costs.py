@@ -41,6 +41,8 @@ WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
 ALIGNMENT, STEPS = 256, 2
 # COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
+# Widths of a region's features and of an embedded word.
+FEATURES, EMBEDDED = 2048, 300
 
 # Rows of a tile of regions and of one of words, and maximum sets per tile (ScoreTile112, kTileSets).
 TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
@@ -257,12 +259,12 @@ def evaluation(images: int, captions: int, dim: int = DIM, words: float = WORDS,
     return scores(images, captions, dim, words, element) + ranks(images, captions)
 
 
-def encoders(batch: int, features: int = 2048, embedded: int = 300, dim: int = DIM, words: float = WORDS) -> Cost:
+def encoders(batch: int) -> Cost:
     """SCAN's encoders, forward and backward (three products for each one): the linear layer over the regions, whose
     features are read in float32, and the bidirectional GRU over embedded words, with three gates a direction."""
-    regions = 2.0 * batch * REGIONS * features * dim
-    gru = 2.0 * batch * words * 2 * 3 * (embedded + dim) * dim
-    return Cost(tensor=3 * (regions + gru), bytes=4.0 * batch * REGIONS * features)
+    regions = 2.0 * batch * REGIONS * FEATURES * DIM
+    gru = 2.0 * batch * WORDS * 2 * 3 * (EMBEDDED + DIM) * DIM
+    return Cost(tensor=3 * (regions + gru), bytes=4.0 * batch * REGIONS * FEATURES)
 
 
 def epoch(batch: int = 128) -> Cost:

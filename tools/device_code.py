@@ -9,14 +9,14 @@ from collections.abc import Iterator
 _INSTRUCTION_BYTES, _OPERATION, _HMMA = 16, 0xFFF, 0x23C
 
 
-def count_instructions(elf: bytes, operation: int = _HMMA) -> dict[str, int]:
+def count_instructions(elf: bytes) -> dict[str, int]:
     """Map the mangled name of every kernel and function of a cubin to its number of HMMA instructions."""
     found = {}
     for name, code in _sections(elf):
         if name.startswith(".text."):
             starts = range(0, len(code), _INSTRUCTION_BYTES)
             operations = [struct.unpack_from("<I", code, start)[0] & _OPERATION for start in starts]
-            found[name.removeprefix(".text.")] = operations.count(operation)
+            found[name.removeprefix(".text.")] = operations.count(_HMMA)
     return found
 
 

@@ -25,6 +25,8 @@ from itm_fast.files.arrays import map_npy
 CAPTIONS_PER_IMAGE = 5
 # The longest caption in characters, which bounds the time and memory that one line takes.
 MAX_CAPTION_LENGTH = 100_000
+# Images that are compared with their copies.
+_SAMPLES = 16
 # The files of a split. Only the first two are required.
 SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt", "boxes.npy", "tags.txt")
 
@@ -229,14 +231,14 @@ def match_counts(directory: str | os.PathLike[str], split: str, rows: np.memmap,
     return CAPTIONS_PER_IMAGE
 
 
-def repeated_image(features: np.memmap, samples: int = 16) -> int | None:
-    """Check that rows 5i to 5i+4 are equal for `samples` images spread over the file.
+def repeated_image(features: np.memmap) -> int | None:
+    """Check that rows 5i to 5i+4 are equal for some images spread over the file.
 
     Returns:
         The first i whose rows differ, or None.
     """
     n_images = len(features) // CAPTIONS_PER_IMAGE
-    for image in np.unique(np.linspace(0, n_images - 1, samples).astype(np.int64)):
+    for image in np.unique(np.linspace(0, n_images - 1, _SAMPLES).astype(np.int64)):
         group = features[image * CAPTIONS_PER_IMAGE : (image + 1) * CAPTIONS_PER_IMAGE]
         if not np.array_equal(group[1:], np.broadcast_to(group[:1], group[1:].shape), equal_nan=True):
             return int(image)

@@ -86,12 +86,10 @@ class Builder:
         directory: the index.
         pooling: makes the pooled vectors.
         dtype: the type of the stored rows.
-        limit: size of a complete segment in bytes.
     """
 
-    def __init__(self, directory: Path, pooling: Pooling, dtype: str, limit: int = 0) -> None:
+    def __init__(self, directory: Path, pooling: Pooling, dtype: str) -> None:
         self._directory, self._pooling, self._dtype = directory, pooling, dtype
-        self.limit = limit or SEGMENT_BYTES
         self._parts: dict[str, list[Stored]] = {side: [] for side in SIDES}
         self._bytes = dict.fromkeys(SIDES, 0)
         self.records: list[SegmentRecord] = []
@@ -111,7 +109,7 @@ class Builder:
             return
         self._parts[side].append(stored)
         self._bytes[side] += _size(stored)
-        if self._bytes[side] >= self.limit:
+        if self._bytes[side] >= SEGMENT_BYTES:
             self.flush(side)
 
     def flush(self, side: str) -> None:
@@ -127,13 +125,13 @@ class Builder:
     def take_small(self, side: str, records: Sequence[SegmentRecord], members: int) -> list[SegmentRecord]:
         """Join small segments at the end of `records` with the collected items; return the records that remain.
 
-        A segment is joined if it has at most twice the items behind it. So an index of n items has about log n segments
-        of less than the limit, and an item is written again about log n times.
+        A segment is joined if it has at most twice the items behind it. So an index of n items has about log n
+        segments that are not complete, and an item is written again about log n times.
         """
         kept = list(records)
         taken: list[Stored] = []
         count, size = self.pending(side), self._bytes[side]
-        while count and kept and kept[-1].items <= 2 * count and kept[-1].bytes + size < self.limit:
+        while count and kept and kept[-1].items <= 2 * count and kept[-1].bytes + size < SEGMENT_BYTES:
             record = kept.pop()
             taken.insert(0, Segment(self._directory, record, members).kept())
             count, size = count + record.items, size + record.bytes
@@ -143,22 +141,22 @@ class Builder:
         return kept
 
 
-def compacted(directory: Path, manifest: Manifest, limit: int = 0) -> list[SegmentRecord]:
+def compacted(directory: Path, manifest: Manifest) -> list[SegmentRecord]:
     """Write the items that are not deleted into few segments; return the records of the new state.
 
     A complete segment without deleted items stays as it is, and so does a single one that is not complete. Memory holds
     one segment at a time.
     """
     members = len(manifest.models)
-    builder = Builder(directory, Pooling([None] * members), manifest.dtype, limit)
+    builder = Builder(directory, Pooling([None] * members), manifest.dtype)
     for side in SIDES:
         own = [one for one in manifest.segments if one.side == side]
-        unfinished = [one for one in own if one.deleted or one.bytes < builder.limit]
+        unfinished = [one for one in own if one.deleted or one.bytes < SEGMENT_BYTES]
         if len(unfinished) <= 1 and not any(one.deleted for one in unfinished):
             builder.records += own
             continue
         for record in own:
-            if not record.deleted and record.bytes >= builder.limit and not builder.pending(side):
+            if not record.deleted and record.bytes >= SEGMENT_BYTES and not builder.pending(side):
                 builder.records.append(record)
             else:
                 builder.add_stored(side, Segment(directory, record, members).kept())

@@ -14,6 +14,8 @@ _EQUAL, _SHARE = 0.005, 0.1
 _ALWAYS = 1e-5
 # Steps with equal scores before the warning.
 _STEPS = 20
+# Relative distance from the plateau that still counts as on it.
+_NEAR = 0.03
 
 
 class PlateauWarning(UserWarning):
@@ -29,14 +31,11 @@ class PlateauMonitor:
     Args:
         margin: margin of the triplet loss.
         patience: consecutive steps with the loss on its plateau before the warning.
-        tolerance: relative distance from the plateau that still counts.
         equal_patience: steps since the scores were last seen to differ, before the warning.
     """
 
-    def __init__(
-        self, margin: float, patience: int = 100, tolerance: float = 0.03, equal_patience: int = _STEPS
-    ) -> None:
-        self.margin, self.patience, self.tolerance, self.equal_patience = margin, patience, tolerance, equal_patience
+    def __init__(self, margin: float, patience: int = 100, equal_patience: int = _STEPS) -> None:
+        self.margin, self.patience, self.equal_patience = margin, patience, equal_patience
         self.steps_on_plateau = self.steps_equal = 0
         self.widest = 0.0
         self.warned = False
@@ -52,7 +51,7 @@ class PlateauMonitor:
         """
         plateau = 2 * batch_size * self.margin
         if loss is not None:
-            on_plateau = plateau > 0 and abs(loss - plateau) <= self.tolerance * plateau
+            on_plateau = plateau > 0 and abs(loss - plateau) <= _NEAR * plateau
             self.steps_on_plateau = self.steps_on_plateau + 1 if on_plateau else 0
         self.steps_equal += 1
         limit = _EQUAL

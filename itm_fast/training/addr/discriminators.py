@@ -20,6 +20,8 @@ from itm_fast.training.addr.snapshot import read_snapshot, write_snapshot
 __all__ = ["Discriminators", "GatheredRows"]
 
 _BIASES = ("bias", "bias_exp_avg", "bias_exp_avg_sq")
+# Settings of `torch.optim.Adam`.
+_ADAM = {"beta1": 0.5, "beta2": 0.999, "eps": 1e-8}
 
 
 @attrs.frozen(eq=False)
@@ -58,7 +60,6 @@ class Discriminators:
         folder: folder for memory-mapped files, if the rows do not fit in memory. The files have no names and disappear
             with the process. None: keep the rows in memory.
         root: the run directory above `folder`, below which no symbolic link is followed; None: `folder` itself.
-        betas, eps: as in `torch.optim.Adam`.
         seed: seed of the stochastic rounding.
 
     Attributes: `n_images`, `dim`, `precision`; `updates`, the number of calls of `update`.
@@ -75,8 +76,6 @@ class Discriminators:
         precision: str = "float32",
         folder: str | os.PathLike[str] | None = None,
         root: str | os.PathLike[str] | None = None,
-        betas: tuple[float, float] = (0.5, 0.999),
-        eps: float = 1e-8,
         seed: int = 0,
     ) -> None:
         if n_images < 1 or dim < 1:
@@ -84,7 +83,7 @@ class Discriminators:
         if precision not in PRECISIONS:
             raise ValueError(f"precision: expected {' or '.join(PRECISIONS)}, got {precision!r}")
         self.n_images, self.dim, self.precision = n_images, dim, precision
-        self.betas, self.eps, self.seed = betas, eps, seed
+        self.seed = seed
         self.updates = 0
         allocate = in_memory if folder is None else mapped(Path(folder), root)
         self._rows = PRECISIONS[precision](n_images, dim, allocate)
@@ -132,7 +131,7 @@ class Discriminators:
                 raise ValueError(f"{name}: expected finite values")
         index = rows.images
         steps = self._steps[index] + 1
-        adam = {"lr": lr, "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps}
+        adam = {"lr": lr, **_ADAM}
         weights, (exp_avg, exp_avg_sq) = self._rows.weights(index), self._rows.moments(index)
         adam_rows(weights, gradients[0], exp_avg, exp_avg_sq, steps.tolist(), **adam)
         biases = [tensor[index][:, None] for tensor in self._biases.values()]
