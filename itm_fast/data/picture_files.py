@@ -44,7 +44,8 @@ def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Imag
     """Decode a picture as upright RGB.
 
     EXIF orientation is applied, transparent pixels are put on white, CMYK is converted, and 16 bits per channel are
-    scaled to 8. Of an animation, the first frame is used. EPS and pixels of 32 bits are not read.
+    scaled to 8. Of an animation, the first frame is used, or the one that Pillow shows of an opened picture. EPS and
+    pixels of 32 bits are not read.
 
     Args:
         path: the file.
@@ -55,7 +56,12 @@ def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Imag
     """
     if content is None:
         content = _content(path)
-    if not (all(content.size) if isinstance(content, Image.Image) else content):
+    if isinstance(content, Image.Image):
+        if not all(content.size):
+            raise ValueError(f"{path}: a picture of zero width or height")
+        if content.format is not None and content.format not in readable_formats():
+            raise ValueError(f"{path}: pictures in the format {content.format} are not read")
+    elif not content:
         raise ValueError(f"{path}: an empty file, not a picture")
     with warnings.catch_warnings():
         # Of Pillow, on metadata that is not used; the number of pixels is checked below.

@@ -16,7 +16,7 @@ _INSTALLED = "itm-fast"
 
 def command_line() -> str:
     """Return the command that started this process: `itm-fast ...`, `python -m MODULE ...` or `python FILE ...`."""
-    script, *arguments = sys.argv
+    script, *arguments = sys.argv or [""]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if Path(script).stem == _INSTALLED:
         words = [_INSTALLED]

@@ -84,11 +84,12 @@ def missing(path: Path) -> ValueError:
     run = path.parent
     if not regular.is_file(run / CONFIG):
         return ValueError(f"{path}: no such file; {run} is not a saved model")
+    out = f"--out {shlex.quote(str(run))}"
     # Without a checkpoint there is nothing to resume, and `train` starts the run in the same folder.
     again = (
-        f"continue it with: itm-fast train --out {shlex.quote(str(run))} --resume"
+        f"continue it as it was started, with --resume: itm-fast train {out} --resume"
         if regular.is_file(run / CHECKPOINT)
-        else f"start it again with: itm-fast train --config {shlex.quote(str(run / CONFIG))}"
+        else f"start it again with: itm-fast train --config {shlex.quote(str(run / CONFIG))} {out}"
     )
     return ValueError(f"{path}: no such file; {run} is a run that has no validated model yet; {again}")
 

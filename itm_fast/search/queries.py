@@ -178,7 +178,8 @@ def _listed(pictures: Any) -> list[Picture]:
     """Return one or several pictures as a list. What is neither is taken for one, which `features_of` refuses."""
     several = isinstance(pictures, Iterable) and not isinstance(pictures, str | bytes)
     if isinstance(pictures, np.ndarray):
-        several = pictures.ndim == 4
+        # Pixels of several pictures, or paths.
+        several = pictures.ndim == 4 or pictures.dtype.kind in "OU"
     return list(pictures) if several else [pictures]
 
 

@@ -61,5 +61,5 @@ def few_images(sizes: Mapping[str, int]) -> str | None:
         return None
     return (
         f"{_FEW_IMAGES} images or fewer in {', '.join(few)}: caption-to-image R@10 is 100 for any model, and the best "
-        "model can hardly be told; use more images there, for example a larger share in --split of itm-fast data import"
+        "model can hardly be told; use more images there (--split of itm-fast data import, --validation-images)"
     )

@@ -256,7 +256,7 @@ def test_the_command_after_an_import_fits_its_splits(
 def test_splits_of_ten_images_or_fewer_are_warned_of(tmp_path: Path, arguments: list[object]) -> None:
     message = (
         "10 images or fewer in dev (10), test (4): caption-to-image R@10 is 100 for any model, and the best model can "
-        "hardly be told; use more images there, for example a larger share in --split of itm-fast data import"
+        "hardly be told; use more images there (--split of itm-fast data import, --validation-images)"
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         assert run([*arguments, "--split", "0.65,0.25,0.1"]) == 0

@@ -59,6 +59,13 @@ def test_a_picture_is_a_query_in_any_form(served_index: Path, tmp_path: Path) ->
     white = np.full((72, 72, 3), 255, np.uint8)
     assert index.search(pictures=clear, k=4)[0].hits == index.search(pictures=white, k=4)[0].hits
     assert len(index.search(pictures=np.stack([pixels, white]), k=4)) == 2
+    assert len(index.search(pictures=np.array([str(file)] * 2), k=4)) == 2
+
+
+def of_format(name: str) -> Image.Image:
+    picture = Image.new("RGB", (2, 2))
+    picture.format = name
+    return picture
 
 
 NO_TEXT = "query: expected a text, or several, got {}; pass a picture as pictures="
@@ -77,7 +84,8 @@ THIN = "picture: the picture cannot be decoded (2 x 300 pixels: a side is more t
         ({"pictures": np.zeros((4, 4, 3))}, ValueError, NO_PIXELS.format("float64 (4, 4, 3)")),
         ({"pictures": np.zeros((4, 3), np.uint8)}, ValueError, NO_PIXELS.format("uint8 (4, 3)")),
         ({"pictures": Image.new("RGB", (2, 300))}, ValueError, THIN),
-        ({"pictures": Image.new("RGB", (0, 0))}, ValueError, "picture: an empty file, not a picture"),
+        ({"pictures": Image.new("RGB", (0, 0))}, ValueError, "picture: a picture of zero width or height"),
+        ({"pictures": of_format("EPS")}, ValueError, "picture: pictures in the format EPS are not read"),
     ],
 )
 def test_a_query_of_another_kind_is_one_line(

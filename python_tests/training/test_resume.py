@@ -301,7 +301,8 @@ def test_a_run_without_a_validated_model_says_how_to_go_on(
         assert run(config(data, out, epochs=1)).best == {}
     reason = f"{out / 'config.json'}: no such file; {out} is a run that has no validated model yet;"
     evaluation = ["evaluate", "--checkpoint", out, "--data", data]
-    assert error(capsys, *evaluation) == (1, f"{reason} continue it with: itm-fast train --out '{out}' --resume")
+    again = f"continue it as it was started, with --resume: itm-fast train --out '{out}' --resume"
+    assert error(capsys, *evaluation) == (1, f"{reason} {again}")
     shutil.copytree(out, tmp_path / "copy")
     assert cli.run(["train", "--out", str(out), "--resume"]) == 0
     models.load(out)
@@ -309,7 +310,7 @@ def test_a_run_without_a_validated_model_says_how_to_go_on(
     shutil.rmtree(out)
     (tmp_path / "copy").rename(out)
     shutil.rmtree(out / "last")
-    again = f"start it again with: itm-fast train --config '{out / 'train.yaml'}'"
+    again = f"start it again with: itm-fast train --config '{out / 'train.yaml'}' --out '{out}'"
     assert error(capsys, *evaluation) == (1, f"{reason} {again}")
     assert cli.run(["train", "--config", str(out / "train.yaml")]) == 0
     models.load(out)

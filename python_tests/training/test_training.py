@@ -122,7 +122,7 @@ def test_of_equal_validations_the_last_is_the_best(
 def test_a_validation_split_of_few_images_is_warned_of_once(data: Path, tmp_path: Path) -> None:
     message = (
         "10 images or fewer in dev (10): caption-to-image R@10 is 100 for any model, and the best model can hardly be "
-        "told; use more images there, for example a larger share in --split of itm-fast data import"
+        "told; use more images there (--split of itm-fast data import, --validation-images)"
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         run(config(data, tmp_path / "run", epochs=1))
