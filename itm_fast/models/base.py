@@ -310,7 +310,7 @@ def _of_arrays(encode: Callable[..., Any]) -> Callable[..., Any]:
             return encode(self, features)
         weight = next(self.parameters())
         # torch warns of arrays that cannot be written, such as memory-mapped files.
-        values = features if features.flags.writeable else features.copy()
+        values = np.require(features, requirements="W")
         with torch.no_grad():
             return encode(self, torch.from_numpy(values).to(weight.device, weight.dtype))
 

@@ -164,12 +164,9 @@ def of_any(
         positions = [own.find(name) for name in items]
         parts = [own.encodings(torch.tensor([position])) for position in positions]
         return Queries(items, "images", _joined(parts), positions)
-    found: Tensor | Fragments | None
-    if isinstance(features, np.ndarray):
-        # torch warns of arrays that cannot be written, such as memory-mapped files.
-        found = torch.from_numpy(features if features.flags.writeable else features.copy())
-    else:
-        found = features
+    # torch warns of arrays that cannot be written, such as memory-mapped files.
+    writable = np.require(features, requirements="W") if isinstance(features, np.ndarray) else features
+    found = torch.from_numpy(writable) if isinstance(writable, np.ndarray) else writable
     assert found is not None
     return of_features(members, found, [f"features {number}" for number in range(len(found))])
 
