@@ -18,7 +18,7 @@ _WRITTEN = (".html", ".json", ".pdf", ".png", ".svg")
 # JSON files of runs, of pretrained parts, of feature stores and of indexes, or ends of their names.
 _CONTENT = (
     "config.json", "vocab.json", "store.json", "unfinished.json", "tokenizer.json", "tokenizer_config.json",
-    "preprocessor_config.json", "detector.json", "index.json",
+    "preprocessor_config.json", "processor_config.json", "detector.json", "index.json",
 )  # fmt: skip
 
 

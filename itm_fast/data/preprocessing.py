@@ -1,4 +1,4 @@
-"""Bring pictures to the size that a vision model takes, as its `preprocessor_config.json` says.
+"""Bring pictures to the size that a vision model takes, as the settings of its image processor say.
 
 Inside: `Preprocessing`, `read_preprocessing`, `timm_preprocessing`; for pictures with boxes: `KeptProportions`,
 `Shrinking`.
@@ -21,7 +21,10 @@ from itm_fast.files.messages import shown
 
 __all__ = ["KeptProportions", "Preprocessing", "Shrinking", "read_preprocessing", "timm_preprocessing"]
 
-FILE = "preprocessor_config.json"
+_FILE = "preprocessor_config.json"
+# The whole processor of a CLIP or SigLIP, from transformers 5 on: it contains the settings of the image processor.
+_WHOLE = "processor_config.json"
+_PART = "image_processor"
 _MOST_PIXELS_PER_SIDE = 4096
 
 
@@ -118,26 +121,44 @@ def _scaled(image: Image.Image, factor: float) -> np.ndarray:
 
 
 def read_preprocessing(folder: Path) -> Preprocessing:
-    """Read `preprocessor_config.json` of a model folder.
+    """Read the image processor of a model folder.
+
+    Its settings are in `preprocessor_config.json`, or in `processor_config.json` as `image_processor`. Of both, the
+    second counts, as in transformers.
 
     Raises:
-        ValueError: the file is missing or damaged, or asks for something else than scaling, a square centre crop and
-            normalisation. The message names the file and the setting.
+        ValueError: the settings are missing or damaged, or ask for something else than scaling, a square centre crop
+            and normalisation. The message names the file and the setting.
     """
-    path = folder / FILE
-    try:
-        content = documents.read_json(path, documents.MAX_SETTINGS_BYTES)
-    except FileNotFoundError:
+    path = folder / _WHOLE
+    whole = _object(path)
+    if whole is not None and _PART in whole:
+        content = whole[_PART]
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: {_PART}: expected a JSON object, got {shown(content)}")
+    else:
+        path = folder / _FILE
+        content = _object(path)
+    if content is None:
         raise ValueError(
             f"{path}: no such file; it says how pictures are scaled and normalised (save_pretrained of the model's "
             "image processor in transformers writes it)"
-        ) from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
+        )
     try:
         return _of_content(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; return None if there is no such file."""
+    try:
+        content = documents.read_json(path, documents.MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        return None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
+    return content
 
 
 def timm_preprocessing(path: Path, content: dict[str, Any]) -> Preprocessing:

@@ -79,7 +79,8 @@ def read_clip_folder(folder: str | os.PathLike[str]) -> ClipFolder:
     """Read a CLIP or SigLIP that `save_pretrained` of transformers wrote, with its image processor and tokenizer.
 
     Args:
-        folder: contains `config.json`, `preprocessor_config.json`, `tokenizer.json` and safetensors weights.
+        folder: contains `config.json`, `tokenizer.json`, the settings of the image processor (as in
+            `itm_fast.data.preprocessing.read_preprocessing`) and safetensors weights.
 
     Raises:
         ValueError: a file is missing or damaged, the model is of another kind, weights are missing or do not fit, or

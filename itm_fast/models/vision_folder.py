@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from itm_fast.data.digests import sha256_of_file
-from itm_fast.data.preprocessing import FILE, Preprocessing, read_preprocessing, timm_preprocessing
+from itm_fast.data.preprocessing import Preprocessing, read_preprocessing, timm_preprocessing
 from itm_fast.files.messages import shortened, shown
 from itm_fast.models.base import load_weights, shapes_of
 from itm_fast.models.pretrained_folder import check_folder, load_pretrained, read_config, weight_files
@@ -160,9 +160,9 @@ def read_vision_folder(folder: str | os.PathLike[str]) -> VisionFolder:
     """Read a vision model that `save_pretrained` of transformers wrote, with its image processor, or a model of timm.
 
     Args:
-        folder: contains `config.json`, `preprocessor_config.json` and safetensors weights. The folder of a whole CLIP
-            or SigLIP serves, too; its text tower is ignored. A model of timm has no `preprocessor_config.json`; its
-            `config.json` says how pictures are scaled.
+        folder: contains `config.json`, the settings of the image processor (as in `read_preprocessing`) and safetensors
+            weights. The folder of a whole CLIP or SigLIP serves, too; its text tower is ignored. The `config.json` of a
+            model of timm says how pictures are scaled.
 
     Raises:
         ValueError: a file is missing or damaged, the model is of another kind, weights are missing or do not fit, or
@@ -220,5 +220,6 @@ def load_picture_encoder(
             raise
         reason = shortened(" ".join(str(error).split()), 300)
         raise ValueError(
-            f"{found.folder / FILE}: pictures of {preprocessing.side} pixels do not fit the model ({reason})"
+            f"{found.folder}: pictures of {preprocessing.side} pixels, which its image processor makes, do not fit the "
+            f"model ({reason})"
         ) from None

@@ -27,10 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
+def outcomes(quiet_data: Path, folder: Path) -> dict[str, list[Outcome]]:
     """Return the outcome of each job by name; they run in this order."""
     for name in ("store", "changed store"):
-        pack(data, folder / name, shard_bytes=300)
+        pack(quiet_data, folder / name, shard_bytes=300)
     shard = folder / "changed store" / "train-00005.safetensors"
 
     def train(name: str, *options: object, store: str = "store", **more: Any) -> dict[str, Any]:

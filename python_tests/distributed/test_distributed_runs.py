@@ -43,23 +43,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
+def outcomes(quiet_data: Path, folder: Path) -> dict[str, list[Outcome]]:
     """Return the outcome of each job by name; a job may need the files of earlier ones."""
-    broken = write_concepts(folder / "broken")
+    broken = write_concepts(folder / "broken", n_dev=12)
     features = np.load(broken / "train_ims.npy")
     features[7, 2, 3] = np.nan
     np.save(broken / "train_ims.npy", features)
     long = {"ITM_FAST_TIMEOUT": "900"}
 
-    def train(name: str, size: int, *options: object, source: Path = data, **more: Any) -> dict[str, Any]:
+    def train(name: str, size: int, *options: object, source: Path = quiet_data, **more: Any) -> dict[str, Any]:
         return train_job(size, source, folder / name, *options, **more)
 
     def resumed(name: str, size: int) -> dict[str, Any]:
         return {"size": size, "arguments": ["train", "--out", str(folder / name), "--resume"]}
 
     def evaluation(name: str, size: int, *options: str) -> dict[str, Any]:
-        where = ["--checkpoint", str(folder / "alone"), "--data", str(data), "--json", str(folder / f"{name}.json")]
-        return {"size": size, "arguments": ["evaluate", *where, *options]}
+        where = ["--checkpoint", str(folder / "alone"), "--data", str(quiet_data)]
+        return {"size": size, "arguments": ["evaluate", *where, "--json", str(folder / f"{name}.json"), *options]}
 
     def copied(source: str, target: str) -> dict[str, Any]:
         value = [str(folder / source), str(folder / target)]
@@ -104,10 +104,10 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
         "realigned, resumed": resumed("realigned, stopped", 2),
         "coupled": {
             "size": 2, "function": f"{__name__}:train_coupled",
-            "value": train_job(2, data, folder / "coupled", *STEPS)["arguments"],
+            "value": train_job(2, quiet_data, folder / "coupled", *STEPS)["arguments"],
         },
         "store": {
-            "size": 1, "arguments": ["data", "pack", "--data", str(data), "--out", str(folder / "store")],
+            "size": 1, "arguments": ["data", "pack", "--data", str(quiet_data), "--out", str(folder / "store")],
         },
         "of the store": train("of the store", 1, *STEPS, "--bucket-batches", "2", source=folder / "store"),
         "two of the store": train("two of the store", 2, *STEPS, "--bucket-batches", "2", source=folder / "store"),

@@ -31,9 +31,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.mark.thorough
-def test_a_signal_to_torchrun_saves_and_ends_all(data: Path, tmp_path: Path) -> None:
+def test_a_signal_to_torchrun_saves_and_ends_all(quiet_data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = train_job(2, data, out, *OPTIONS, "--epochs", "1000")["arguments"]
+    arguments = train_job(2, quiet_data, out, *OPTIONS, "--epochs", "1000")["arguments"]
     launcher = subprocess.Popen(
         [*TORCHRUN, *arguments],
         cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -58,17 +58,17 @@ def test_a_signal_to_torchrun_saves_and_ends_all(data: Path, tmp_path: Path) -> 
     assert resumed.returncode == 0, resumed.stderr
     assert "random numbers" not in resumed.stdout
     assert resumed.stdout.count("best model: ") == 1
-    (outcomes,) = run_jobs([train_job(2, data, tmp_path / "whole", *OPTIONS, "--epochs", epochs)])
+    (outcomes,) = run_jobs([train_job(2, quiet_data, tmp_path / "whole", *OPTIONS, "--epochs", epochs)])
     assert [(status, error) for status, _, error in outcomes] == [(0, "")] * 2
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(out)) == []
     assert load_state(out)["position"] == int(epochs) * STEPS_PER_EPOCH
 
 
 @pytest.mark.thorough
-def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: Path) -> None:
+def test_why_a_run_ends_whose_process_was_killed_is_said(quiet_data: Path, tmp_path: Path) -> None:
     """torchrun sends SIGTERM to the others at once; the reason is reported nevertheless."""
     out = tmp_path / "run"
-    arguments = train_job(2, data, out, "--batch-size", "59", "--epochs", "1000")["arguments"]
+    arguments = train_job(2, quiet_data, out, "--batch-size", "59", "--epochs", "1000")["arguments"]
     launcher = subprocess.Popen(
         [*TORCHRUN, *arguments],
         cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

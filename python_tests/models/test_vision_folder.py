@@ -105,6 +105,27 @@ def test_settings_that_do_not_fit_are_one_line(
     assert refused(tmp_path / "vit").startswith(f"{tmp_path}/vit/{file}: {message}")
 
 
+def test_settings_of_a_whole_processor_are_read(tmp_path: Path) -> None:
+    """As transformers writes and reads them: they count more than those of an image processor alone."""
+    write_encoder(tmp_path / "clip", "clip")
+    expected = load_picture_encoder(tmp_path / "clip").preprocessing
+    own, whole = (tmp_path / "clip" / name for name in ("preprocessor_config.json", "processor_config.json"))
+    settings = json.loads(own.read_text())
+    whole.write_text(json.dumps({"processor_class": "CLIPProcessor"}))
+    assert load_picture_encoder(tmp_path / "clip").preprocessing == expected
+    whole.write_text(json.dumps({"processor_class": "CLIPProcessor", "image_processor": settings}))
+    change(own, image_mean=[0.5, 0.5, 0.5])
+    assert load_picture_encoder(tmp_path / "clip").preprocessing == expected
+    own.unlink()
+    assert load_picture_encoder(tmp_path / "clip").preprocessing == expected
+    change(whole, image_processor={**settings, "resample": 9})
+    assert refused(tmp_path / "clip").startswith(f"{whole}: resample: expected the number of a filter of Pillow")
+    change(whole, image_processor=3)
+    assert refused(tmp_path / "clip") == f"{whole}: image_processor: expected a JSON object, got 3"
+    whole.write_text("[]")
+    assert refused(tmp_path / "clip") == f"{whole}: expected a JSON object, got []"
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [
@@ -145,7 +166,7 @@ def test_pictures_of_a_size_that_the_model_does_not_take_are_one_line(tmp_path: 
     write_encoder(tmp_path / "vit")
     change(tmp_path / "vit" / "preprocessor_config.json", size={"height": 64, "width": 64})
     assert refused(tmp_path / "vit").startswith(
-        f"{tmp_path}/vit/preprocessor_config.json: pictures of 64 pixels do not fit the model ("
+        f"{tmp_path}/vit: pictures of 64 pixels, which its image processor makes, do not fit the model ("
     )
 
 
