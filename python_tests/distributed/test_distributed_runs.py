@@ -190,7 +190,7 @@ def test_an_evaluation_by_three_is_that_of_one(outcomes: dict[str, list[Outcome]
         assert outcomes[shared] == [(0, outcomes[alone][0][1], ""), (0, "", ""), (0, "", "")]
         assert found.keys() == expected.keys()
         assert numbers(found) == pytest.approx(numbers(expected), rel=1e-5)
-        assert found["images"] == 10
+        assert found["images"] == 12
 
 
 def test_a_stop_asked_of_one_process_stops_all_and_the_same_ones_go_on_exactly(
