@@ -216,9 +216,8 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
 }
 
 
-def rendered(page: Path) -> str:
-    """Return the page with everything between the markers of each section replaced by the rendered text."""
-    text = page.read_text()
+def rendered(page: Path, text: str) -> str:
+    """Return the text of a page with everything between the markers of each section replaced by the rendered text."""
     for name, section in PAGES[page].items():
         begin, end = f"<!-- benchmark {name} -->\n", f"<!-- end of benchmark {name} -->"
         head, found, rest = text.partition(begin)
@@ -234,8 +233,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
     options = parser.parse_args()
     for page in PAGES:
-        wanted = rendered(page)
-        if options.check and page.read_text() != wanted:
+        text = page.read_text()
+        wanted = rendered(page, text)
+        if options.check and text != wanted:
             sys.exit(f"{page.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
         if not options.check:
             page.write_text(wanted)

@@ -82,11 +82,13 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     outcome = _outcome(experiment, config, resume)
     if outcome is None:
         return False
-    command = f"python -m benchmarks.experiments run {shlex.quote(shown_path(experiment.path))}"
+    # Of one process with this run alone, though others may share the queue.
+    threads = torch.get_num_threads()
+    command = f"python -m benchmarks.experiments run {shlex.quote(shown_path(experiment.path))} --threads {threads}"
     log = folder / run_folder.METRICS  # Missing if the first step diverged.
     result = {
         "identity": identity,
-        "environment": {**environment(torch.get_num_threads(), itm_fast.build_info()), "command": command},
+        "environment": {**environment(threads, itm_fast.build_info()), "command": command},
         "device": config.device,
         # Over all threads and processes: training and evaluation, including reading of data. For a run that was
         # resumed, only the wall-clock time of its earlier part is known.
@@ -220,6 +222,9 @@ def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -
 
 
 def _page(options: argparse.Namespace) -> int:
+    # It imports the tools of all benchmarks, which runs do not need.
+    from benchmarks import render
+
     before = after = options.page.read_text(encoding="utf-8")
     names = experiments_of(before)
     if not names:
@@ -235,6 +240,8 @@ def _page(options: argparse.Namespace) -> int:
         if not options.check:
             _figures(options, experiment, results)
         after = rendered(after, name, table(with_winners(experiment, results), results))
+    if (path := options.page.resolve()) in render.PAGES:
+        after = render.rendered(path, after)
     if options.check and after != before:
         raise ValueError(f"{options.page}: is out of date; write it again without --check")
     if not options.check:

@@ -70,6 +70,9 @@ def table(experiment: Experiment, results: Path) -> str:
     for figure in figures_there(experiment, results):
         lines += ["", f"![{figure.text}](../../images/{figure.file})"]
     command = f"python -m benchmarks.experiments run {shown_path(experiment.path)}"
+    threads = {result["environment"]["threads"] for result in measured}
+    if len(threads) == 1:
+        command += f" --threads {threads.pop()}"
     return "\n".join([*lines, "", "Made by:", "", "```", command, "```", ""])
 
 

@@ -130,19 +130,21 @@ def _results(experiment: Experiment, row: str, results: Path) -> dict[int, dict[
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
+    """Return seeds, difference, interval and verdict. A claim stays open if a run that it compares diverged."""
     values: list[dict[int, float]] = []
-    missing = "not run"
+    diverged: set[int] = set()
     for row in (claim.row, claim.over):
         found = _results(experiment, row, results)
         values.append({seed: result["test"][claim.of] for seed, result in found.items() if result and result["test"]})
-        if any(result and "diverged" in result for result in found.values()):
-            missing = "diverged"
+        diverged |= {seed for seed, result in found.items() if result and "diverged" in result}
     seeds = sorted(set(values[0]) & set(values[1]))
     if not seeds:
-        return ["0", missing, "", "not run" if missing == "not run" else "open"]
+        return ["0", "diverged", "", "open"] if diverged else ["0", "not run", "", "not run"]
     differences = [values[0][seed] - values[1][seed] for seed in seeds]
     digits = 3 if claim.of == "mean_distance" else 1
     shown = f"{statistics.mean(differences):+.{digits}f}"
+    if diverged:
+        return [str(len(seeds)), shown, f"{len(diverged)} diverged", "open"]
     if len(seeds) < 2:
         return ["1", shown, "one seed", "open"]
     low, high = interval(differences)

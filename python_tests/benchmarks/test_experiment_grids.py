@@ -166,6 +166,20 @@ def test_claims_in_short(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert in_short([(experiment, tmp_path)]) == "- **Not run**: 3 claims.\n"
 
 
+def test_a_claim_stays_open_if_some_runs_diverged(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = [{"text": "all negatives help", "row": "all", "over": "VSE"}]
+    experiment = read(write(tmp_path / "e.yaml", data, seeds=[0, 1, 2], claims=claims))
+    sums = {("VSE", 0): 300.0, ("VSE", 1): 310.0, ("VSE", 2): 305.0, ("all", 0): 309.9, ("all", 1): 320.1}
+    found = {key: {"test": {"rsum": value}, "cpu_seconds": None} for key, value in sums.items()}
+    monkeypatch.setattr(verdicts, "result_of", lambda _, run, folder: found.get((run.row, run.seed)))
+    assert in_short([(experiment, tmp_path)]).startswith("- **Holds**: all negatives help, +10.0")
+    found["all", 2] = {"test": None, "diverged": "the loss became nan at step 7", "cpu_seconds": None}
+    assert in_short([(experiment, tmp_path)]) == "- **Open**: 1 claim.\n"
+    (*_, line, last) = verdicts_of_papers({"Paper": ("page.md", [(experiment, tmp_path)])}).split("\n")
+    expected = "| [Paper](page.md) | all negatives help | sum of recalls | 2 | +10.0 | 1 diverged | open |  |"
+    assert (line, last) == (expected, "")
+
+
 def test_intervals_of_paired_differences() -> None:
     # Student's t by hand: mean 2, standard deviation 1, three differences.
     low, high = interval([1.0, 2.0, 3.0])
