@@ -155,7 +155,7 @@ class Index(OpenIndex):
             The results of each query. Equal scores are in the order of addition.
 
         Raises:
-            TypeError: a query is no text, or a picture is none of these.
+            TypeError: a query is no text, an id is no text, or a picture is none of these.
             ValueError: a query is empty, unreadable or too long, none of its words is known, or `k` is not from 1 to
                 the number of items.
         """

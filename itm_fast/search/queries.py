@@ -159,11 +159,14 @@ def of_any(
         return of_features(members, rows, [_name_of(one) for one in chosen])
     if items is not None:
         own = snapshot.sides["images"]
-        items = [items] if isinstance(items, str) else list(items)
-        _check_some(items)
-        positions = [own.find(name) for name in items]
+        names: list[Any] = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
+        _check_some(names)
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"items: expected the id of an image, or several, got {shown(name)}")
+        positions = [own.find(name) for name in names]
         parts = [own.encodings(torch.tensor([position])) for position in positions]
-        return Queries(items, "images", _joined(parts), positions)
+        return Queries(names, "images", _joined(parts), positions)
     # torch warns of arrays that cannot be written, such as memory-mapped files.
     writable = np.require(features, requirements="W") if isinstance(features, np.ndarray) else features
     found = torch.from_numpy(writable) if isinstance(writable, np.ndarray) else writable
