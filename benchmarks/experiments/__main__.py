@@ -82,7 +82,7 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     outcome = _outcome(experiment, config, resume)
     if outcome is None:
         return False
-    # Of one process with this run alone, though others may share the queue.
+    # The threads of this process; with --jobs, several processes share the list.
     threads = torch.get_num_threads()
     command = f"python -m benchmarks.experiments run {shlex.quote(shown_path(experiment.path))} --threads {threads}"
     log = folder / run_folder.METRICS  # Missing if the first step diverged.
@@ -222,7 +222,7 @@ def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -
 
 
 def _page(options: argparse.Namespace) -> int:
-    # It imports the tools of all benchmarks, which runs do not need.
+    # `render` imports the tools of all benchmarks, which `run` does not need.
     from benchmarks import render
 
     before = after = options.page.read_text(encoding="utf-8")

@@ -125,8 +125,14 @@ def _machine(result: Mapping[str, Any]) -> tuple[str, str]:
 def _results(experiment: Experiment, row: str, results: Path) -> dict[int, dict[str, Any] | None]:
     if row in experiment.rows:
         return {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
-    group = experiment.ensembles_by_name()[row]
-    return {one.seed: ensemble_result(experiment, one, results) for one in group if one.seed is not None}
+    found = {}
+    for one in experiment.ensembles_by_name()[row]:
+        members = [result_of(experiment, run, results) or {} for run in one.members]
+        # An ensemble with such a member is not evaluated.
+        lost = next((member for member in members if "diverged" in member), None)
+        if one.seed is not None:
+            found[one.seed] = ensemble_result(experiment, one, results) if lost is None else lost
+    return found
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
@@ -144,7 +150,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
     digits = 3 if claim.of == "mean_distance" else 1
     shown = f"{statistics.mean(differences):+.{digits}f}"
     if diverged:
-        return [str(len(seeds)), shown, f"{len(diverged)} diverged", "open"]
+        return [str(len(seeds)), shown, f"{len(diverged)} seed{'s' * (len(diverged) > 1)} diverged", "open"]
     if len(seeds) < 2:
         return ["1", shown, "one seed", "open"]
     low, high = interval(differences)

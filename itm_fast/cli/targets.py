@@ -17,8 +17,7 @@ __all__ = ["check_targets"]
 _WRITTEN = (".html", ".json", ".pdf", ".png", ".svg")
 # JSON files of runs, of pretrained parts, of feature stores and of indexes, or ends of their names.
 _CONTENT = (
-    "config.json", "vocab.json", "store.json", "unfinished.json", "tokenizer.json", "tokenizer_config.json",
-    "preprocessor_config.json", "processor_config.json", "detector.json", "index.json",
+    "config.json", "vocab.json", "store.json", "unfinished.json", "tokenizer.json", "detector.json", "index.json",
 )  # fmt: skip
 
 

@@ -123,22 +123,20 @@ def _scaled(image: Image.Image, factor: float) -> np.ndarray:
 def read_preprocessing(folder: Path) -> Preprocessing:
     """Read the image processor of a model folder.
 
-    Its settings are in `preprocessor_config.json`, or in `processor_config.json` as `image_processor`. Of both, the
-    second counts, as in transformers.
+    Its settings are in `preprocessor_config.json`, or in `processor_config.json` as `image_processor`. If both files
+    have them, `processor_config.json` counts, as in transformers.
 
     Raises:
         ValueError: the settings are missing or damaged, or ask for something else than scaling, a square centre crop
             and normalisation. The message names the file and the setting.
     """
     path = folder / _WHOLE
-    whole = _object(path)
-    if whole is not None and _PART in whole:
-        content = whole[_PART]
-        if not isinstance(content, dict):
-            raise ValueError(f"{path}: {_PART}: expected a JSON object, got {shown(content)}")
-    else:
+    content = (_object(path) or {}).get(_PART)
+    if content is None:
         path = folder / _FILE
         content = _object(path)
+    elif not isinstance(content, dict):
+        raise ValueError(f"{path}: {_PART}: expected a JSON object, got {shown(content)}")
     if content is None:
         raise ValueError(
             f"{path}: no such file; it says how pictures are scaled and normalised (save_pretrained of the model's "

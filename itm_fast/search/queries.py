@@ -159,7 +159,8 @@ def of_any(
         return of_features(members, rows, [_name_of(one) for one in chosen])
     if items is not None:
         own = snapshot.sides["images"]
-        names: list[Any] = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
+        several = isinstance(items, Iterable) and not isinstance(items, str | bytes)
+        names: list[Any] = list(items) if several else [items]
         _check_some(names)
         for name in names:
             if not isinstance(name, str):

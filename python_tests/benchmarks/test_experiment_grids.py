@@ -176,7 +176,7 @@ def test_a_claim_stays_open_if_some_runs_diverged(data: Path, tmp_path: Path, mo
     found["all", 2] = {"test": None, "diverged": "the loss became nan at step 7", "cpu_seconds": None}
     assert in_short([(experiment, tmp_path)]) == "- **Open**: 1 claim.\n"
     (*_, line, last) = verdicts_of_papers({"Paper": ("page.md", [(experiment, tmp_path)])}).split("\n")
-    expected = "| [Paper](page.md) | all negatives help | sum of recalls | 2 | +10.0 | 1 diverged | open |  |"
+    expected = "| [Paper](page.md) | all negatives help | sum of recalls | 2 | +10.0 | 1 seed diverged | open |  |"
     assert (line, last) == (expected, "")
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from benchmarks import render
 from itm_fast import evaluation, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 
@@ -107,7 +108,8 @@ def test_an_experiment_from_nothing_to_its_table(
         assert min(result["load_average"].values()) >= 0
         assert result["niceness"] == os.getpriority(os.PRIO_PROCESS, 0)
     assert partial[8] == "fixed equals SCAN + RAR, recall by recall: yes."
-    assert partial[-3:] == ["```", f"python -m benchmarks.experiments run {experiment}", "```"]
+    command = f"python -m benchmarks.experiments run {experiment} --threads {where['threads']}"
+    assert partial[-3:] == ["```", command, "```"]
 
     capsys.readouterr()
     assert tool.main(commands(experiment, "--row", "SCAN")) == 0
@@ -169,6 +171,14 @@ def test_a_page_is_made_from_nothing_by_one_command(
     assert capsys.readouterr().err.endswith("page.md: is out of date; write it again without --check\n")
     assert tool.main(["page", str(page)]) == 0
     assert page.read_text() == text
+    # Sections of benchmarks.render belong to the page, too.
+    monkeypatch.setitem(render.PAGES, page.resolve(), {"verdict": lambda: "It holds.\n"})
+    section = "<!-- benchmark verdict -->\n{}<!-- end of benchmark verdict -->\n"
+    page.write_text(text + section.format(""))
+    assert tool.main(["page", str(page), "--check"]) == 1
+    assert tool.main(["page", str(page)]) == 0
+    assert page.read_text() == text + section.format("It holds.\n")
+    capsys.readouterr()
     (tmp_path / "small.yaml").rename(tmp_path / "other.yaml")
     assert tool.main(["page", str(page)]) == 1
     assert "small.yaml" in capsys.readouterr().err

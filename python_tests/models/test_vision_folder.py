@@ -106,12 +106,12 @@ def test_settings_that_do_not_fit_are_one_line(
 
 
 def test_settings_of_a_whole_processor_are_read(tmp_path: Path) -> None:
-    """As transformers writes and reads them: they count more than those of an image processor alone."""
+    """They count more than those of an image processor alone, as in transformers."""
     write_encoder(tmp_path / "clip", "clip")
     expected = load_picture_encoder(tmp_path / "clip").preprocessing
     own, whole = (tmp_path / "clip" / name for name in ("preprocessor_config.json", "processor_config.json"))
     settings = json.loads(own.read_text())
-    whole.write_text(json.dumps({"processor_class": "CLIPProcessor"}))
+    whole.write_text(json.dumps({"processor_class": "CLIPProcessor", "image_processor": None}))
     assert load_picture_encoder(tmp_path / "clip").preprocessing == expected
     whole.write_text(json.dumps({"processor_class": "CLIPProcessor", "image_processor": settings}))
     change(own, image_mean=[0.5, 0.5, 0.5])

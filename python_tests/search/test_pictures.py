@@ -81,6 +81,7 @@ THIN = "picture: the picture cannot be decoded (2 x 300 pixels: a side is more t
         ({"texts": b"red"}, TypeError, NO_TEXT.format("<bytes>")),
         ({"texts": [Path("a.jpg")]}, TypeError, "query: expected a text, got <PosixPath>"),
         ({"items": 5}, TypeError, "items: expected the id of an image, or several, got 5"),
+        ({"items": b"train3"}, TypeError, "items: expected the id of an image, or several, got <bytes>"),
         ({"items": ["train3", b"train4"]}, TypeError, "items: expected the id of an image, or several, got <bytes>"),
         ({"pictures": 5}, TypeError, "picture: expected a path, bytes, an array or a picture of Pillow, got 5"),
         ({"pictures": np.zeros((4, 4, 3))}, ValueError, NO_PIXELS.format("float64 (4, 4, 3)")),
