@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments.ensembles import ensemble_result
-from benchmarks.experiments.files import MEASURES, Claim, Experiment
+from benchmarks.experiments.files import MEASURES, Claim, Ensemble, Experiment
 from benchmarks.experiments.results import result_of
 
 __all__ = ["counted", "in_short", "interval", "verdicts", "verdicts_of_papers"]
@@ -125,14 +125,15 @@ def _machine(result: Mapping[str, Any]) -> tuple[str, str]:
 def _results(experiment: Experiment, row: str, results: Path) -> dict[int, dict[str, Any] | None]:
     if row in experiment.rows:
         return {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
-    found = {}
-    for one in experiment.ensembles_by_name()[row]:
-        members = [result_of(experiment, run, results) or {} for run in one.members]
-        # An ensemble with such a member is not evaluated.
-        lost = next((member for member in members if "diverged" in member), None)
-        if one.seed is not None:
-            found[one.seed] = ensemble_result(experiment, one, results) if lost is None else lost
-    return found
+    group = experiment.ensembles_by_name()[row]
+    return {one.seed: _of_ensemble(experiment, one, results) for one in group if one.seed is not None}
+
+
+def _of_ensemble(experiment: Experiment, ensemble: Ensemble, results: Path) -> dict[str, Any] | None:
+    """Return the result of an ensemble, or that of a run in it that diverged: then the ensemble is not evaluated."""
+    members = (result_of(experiment, run, results) for run in ensemble.members)
+    diverged = (member for member in members if member is not None and "diverged" in member)
+    return next(diverged, None) or ensemble_result(experiment, ensemble, results)
 
 
 def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:

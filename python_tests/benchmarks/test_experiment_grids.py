@@ -180,6 +180,25 @@ def test_a_claim_stays_open_if_some_runs_diverged(data: Path, tmp_path: Path, mo
     assert (line, last) == (expected, "")
 
 
+def test_a_claim_stays_open_if_a_run_of_an_ensemble_diverged(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"name": "VSE"}, {"name": "all", "seeds": [0, 1, 2, 3, 4, 5], "train": {"mining": "all"}}]
+    pairs = [{"name": "two of all", "row": "all", "groups": [[0, 3], [1, 4], [2, 5]]}]
+    claims = [{"text": "two help", "row": "two of all", "over": "VSE"}]
+    path = write(tmp_path / "e.yaml", data, seeds=[0, 1, 2], rows=rows, ensembles=pairs, claims=claims)
+    single = {0: 300.0, 1: 310.0, 2: 305.0}
+    runs = {("VSE", seed): {"test": {"rsum": rsum}, "cpu_seconds": None} for seed, rsum in single.items()}
+    means = {0: {"test": {"rsum": 309.9}}, 1: {"test": {"rsum": 320.1}}, 2: {"test": {"rsum": 315.2}}}
+    monkeypatch.setattr(verdicts, "result_of", lambda _, run, folder: runs.get((run.row, run.seed)))
+    monkeypatch.setattr(verdicts, "ensemble_result", lambda _, one, folder: means.get(one.seed))
+    assert in_short([(read(path), tmp_path)]).startswith("- **Holds**: two help, +10.1")
+    # An ensemble with such a run is not evaluated.
+    del means[2]
+    runs["all", 5] = {"test": None, "diverged": "the loss became nan at step 7"}
+    assert in_short([(read(path), tmp_path)]) == "- **Open**: 1 claim.\n"
+
+
 def test_intervals_of_paired_differences() -> None:
     # Student's t by hand: mean 2, standard deviation 1, three differences.
     low, high = interval([1.0, 2.0, 3.0])
