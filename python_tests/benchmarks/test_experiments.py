@@ -141,6 +141,15 @@ def test_an_experiment_from_nothing_to_its_table(
     assert f"{place}. The machine's load" in the_table(tool, experiment)[6]
 
 
+def test_processes_that_share_the_runs_let_other_work_go_first(data: Path, tmp_path: Path) -> None:
+    experiment = write(tmp_path / "e.yaml", data, seeds=[0], rows=[{"name": "SCAN"}], equal=[])
+    command = [sys.executable, "-m", "benchmarks.experiments", *commands(experiment, "--jobs", 2, "--threads", 1)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.count("1 runs, ") == 2
+    niceness = max(10, os.getpriority(os.PRIO_PROCESS, 0))
+    assert [result["niceness"] for result in measured(tmp_path).values()] == [niceness]
+
+
 def test_a_page_is_made_from_nothing_by_one_command(
     tool: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
