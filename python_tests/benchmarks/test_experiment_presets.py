@@ -21,7 +21,7 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
-    "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-half", "dbl-variants",
+    "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-half", "dbl-variants", "demo-rates",
     "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-start", "fdf-variants", "rcar-ablations", "rcar-claims",
     "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate",
     "selhn-claims", "selhn-sgraf", "selhn-variants", "vision",
@@ -31,7 +31,8 @@ COMPLETE = [
 # beforehand.
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
-    "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "planned/demo-rates": {"lr"},
+    "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
+    "planned/fdf-chan": {"epochs"},
 }  # fmt: skip
 
 
