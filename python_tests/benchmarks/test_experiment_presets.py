@@ -22,7 +22,7 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-half", "dbl-variants", "demo-rates",
-    "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-start", "fdf-variants", "rcar-ablations", "rcar-claims",
+    "fdf-chan", "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-start", "fdf-variants", "rcar-ablations", "rcar-claims",
     "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate",
     "selhn-claims", "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
@@ -32,7 +32,7 @@ COMPLETE = [
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
-    "planned/fdf-chan": {"epochs"},
+    "fdf-chan": {"epochs"},
 }  # fmt: skip
 
 
