@@ -28,8 +28,8 @@ COMPLETE = [
     "selhn-claims", "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
-# several qualities have fewer epochs. FDF on SCAN has a row with a lower rate, FDF on CHAN one with more epochs. Models to
-# start from are trained beforehand. The demo is compared at several rates.
+# several qualities have fewer epochs. FDF on SCAN has a row with a lower rate, FDF on CHAN one with more epochs.
+# Models to start from are trained beforehand. The demo is compared at several rates.
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
