@@ -329,8 +329,9 @@ class TrainConfig:
     other_batches: str = setting(
         "kept",
         group=FDF,
-        choices=("kept", "fresh"),
-        help="Base features of the other batches: kept from their own step, or encoded again (for fast extractors).",
+        choices=("kept", "fresh", "none"),
+        help="Base features of the other batches: kept from their own step, or encoded again (for fast extractors). "
+        "With none, all conversions take the negatives of their own batch.",
     )
     online_weight: float = setting(
         0.5, group=FDF, minimum=0, help="Weight of the fused feature's loss beside the realignment."

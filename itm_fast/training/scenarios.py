@@ -96,7 +96,7 @@ def make_scenario(
         raise ValueError(f"loss: {config.loss} learns parameters, which several branches (--scenario oss) cannot share")
     target, weight = Branch(config, model, per_epoch, of_loss), boosting_weight(config)
     if config.conversions is not None and config.realignment:
-        if config.conversions > per_epoch:
+        if config.other_batches != "none" and config.conversions > per_epoch:
             raise ValueError(
                 f"conversions: {config.conversions} conversions need as many batches per epoch, but there "
                 f"are {per_epoch}; use fewer conversions or a smaller --batch-size"
@@ -104,9 +104,7 @@ def make_scenario(
         # Augmented images cannot be read from the data.
         augmented = config.region_augmentation or config.picture_augmentation != "none"
         stored = None if augmented else image_rows
-        return RealignmentScenario(
-            target, config.online_weight, config.batch_size, stored, fresh=config.other_batches == "fresh"
-        )
+        return RealignmentScenario(target, config.online_weight, config.batch_size, stored, config.other_batches)
     if config.scenario == "oss":
         branches = [*_fresh_branches(config, model, per_epoch, config.branches - 1), target]
         return Scenario(branches, weight, mutual=is_mutual(config))

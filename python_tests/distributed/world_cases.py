@@ -103,6 +103,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),
     "realigned": ("scan", SIZES, {"conversions": 3}),
     "realigned, fresh": ("scan", SIZES, {"conversions": 3, "other_batches": "fresh"}),
+    "realigned, none": ("scan", SIZES, {"conversions": 3, "other_batches": "none"}),
     "realigned patches, fresh": (
         "scan", {**SIZES, "feature_dim": 12, "image_encoder": "patches"},
         {"conversions": 3, "other_batches": "fresh"},

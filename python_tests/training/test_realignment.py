@@ -61,7 +61,9 @@ def by_hand(
         (model.images, sets_of(model.base_images(batch.features.double()))),
         (model.captions, sets_of(model.base_captions(batch.token_ids, batch.lengths))),
     )
-    present = [tuple(fdf.converted(side.conversions, own, n) for side, own in sides) for n in range(len(queue) + 1)]
+    alone = settings.other_batches == "none"
+    learning = range(settings.conversions if alone else len(queue) + 1)
+    present = [tuple(fdf.converted(side.conversions, own, n) for side, own in sides) for n in learning]
     others = [
         tuple(
             fdf.converted(side.conversions, sets_of(own), n, running=True)
@@ -71,7 +73,10 @@ def by_hand(
     ]
     ids = [batch.image_index.tolist(), *(queued.image_index.tolist() for queued in queue)]
     pair, margin = PAIRS[settings.model], settings.margin
-    realignment = fdf.algorithm_1(pair, present, others, ids, margin, every=every)
+    if alone:
+        realignment = torch.stack([fdf.algorithm_1(pair, [one], [], ids, margin, every=every) for one in present]).sum()
+    else:
+        realignment = fdf.algorithm_1(pair, present, others, ids, margin, every=every)
     fused = tuple(fdf.fused(side, own) for side, own in sides)
     online = fdf.algorithm_1(pair, [fused], [], ids, margin, every=every)
     total = realignment + settings.online_weight * online
@@ -84,6 +89,7 @@ def by_hand(
         ("scan", {}, "hardest", "kept"),
         ("scan", {}, "hardest", "fresh"),
         ("scan", {"image_encoder": "residual"}, "all", "kept"),
+        ("scan", {}, "hardest", "none"),
         ("chan", {}, "hardest", "kept"),
         ("vse_infty", {}, "hardest", "kept"),
         ("vse_infty", {}, "all", "fresh"),
@@ -92,7 +98,7 @@ def by_hand(
 def test_a_step_minimises_the_loss_of_the_paper(
     data: Path, tmp_path: Path, host: str, options: dict, mining: str, others: str
 ) -> None:
-    """Values and the gradient of each weight agree in float64, while the queue fills and when it is full.
+    """Values and the gradient of each weight agree in float64, without a queue, while it fills and when it is full.
 
     In float32, the norms over words in SCAN's attention magnify rounding so much that some gradients differ visibly.
     The pairs of the helper leave out CHAN's division by norms, which differ from one by 1e-8.
@@ -104,7 +110,7 @@ def test_a_step_minimises_the_loss_of_the_paper(
     trainer.model.double()
     for step, captions in enumerate(BATCHES):
         exact, queue = copy.deepcopy(trainer.model), list(trainer.stepper.scenario.queue)
-        assert len(queue) == min(step, 2)
+        assert len(queue) == (0 if others == "none" else min(step, 2))
         batch = trainer.train_data.batch(captions)
         output = trainer.stepper(attrs.evolve(batch, features=batch.features.double()), mining, step)
         # Other batches use the running statistics after those of the current step.
@@ -293,6 +299,7 @@ def settings_of(data: Path, out: Path, **changes: object):
         {"precision": "bfloat16"},
         {"other_batches": "fresh"},
         {"other_batches": "fresh", "region_augmentation": 0.3, "text_augmentation": 0.4},
+        {"other_batches": "none"},
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
@@ -310,8 +317,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "parts")) == []
     queue = load_state(tmp_path / "whole")["scenario"]["queue"]
     augmented = "region_augmentation" in changes
-    of_captions = OF_INPUTS if "other_batches" in changes else OF_A_BATCH
-    assert [set(batch) for batch in queue] == [of_captions | OF_IMAGES if augmented else of_captions] * 2
+    others = changes.get("other_batches", "kept")
+    of_captions = OF_INPUTS if others == "fresh" else OF_A_BATCH
+    expected = of_captions | OF_IMAGES if augmented else of_captions
+    assert [set(batch) for batch in queue] == ([] if others == "none" else [expected] * 2)
     lines = [line for line in read_metrics(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "train"]
     assert all(0 < line["online_loss"] < line["realignment_loss"] for line in lines)
 
@@ -443,6 +452,11 @@ def test_bad_settings_are_one_line_and_write_nothing(
         "the run with --resume and the same settings",
     )  # fmt: skip
     assert {path: path.read_bytes() for path in realigned.rglob("*") if path.is_file()} == before
+
+
+def test_more_conversions_than_batches_learn_from_their_own(data: Path, tmp_path: Path) -> None:
+    command = ["train", "--data", str(data), "--out", str(tmp_path / "run"), *SMALL]
+    assert cli.run([*command, "--conversions", "5", "--other-batches", "none"]) == 0
 
 
 def test_a_model_of_other_conversions_is_refused(realigned: Path, tmp_path: Path) -> None:

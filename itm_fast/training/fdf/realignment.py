@@ -6,7 +6,8 @@ Image-Text Matching" (AAAI 2025), Algorithm 1 and Eq 6. Where the paper leaves a
 - B_1 is the batch of the current step and B_n that of n - 1 steps before. A queue holds the base features of the last N
   - 1 batches, and conversion n always sees lag n - 1. Terms are left out until their batch exists. If an extractor
   learns quickly, such as a GRU from random weights, old features differ from new ones in ways that have nothing to do
-  with their content, and the conversions learn that difference. With `fresh`, the earlier batches are encoded again.
+  with their content, and the conversions learn that difference. With "fresh", the earlier batches are encoded again;
+  with "none", which is not in the paper, every conversion learns from the negatives of its own batch.
 - Pairs of B_n that show the image of a pair of B_1 are not negatives of this pair.
 - Gradients of B_1 reach conversion n and the shared extractor, whose backward runs once on the sum of all gradients.
   Gradients of B_n reach only conversion n. B_n is converted and scored without gradient; the part that the loss needs
@@ -66,14 +67,15 @@ class _Side:
 class _Forward:
     """The results of the model that a step needs.
 
-    images, captions: base features of this process's part of the batch. fused, own: scores (B, B) of the batch by the
-    fused feature and by conversion 0. others: the scores of `RealignmentScenario._scores` for each queued batch.
+    images, captions: base features of this process's part of the batch. fused: scores (B, B) of the batch by the fused
+    feature. own: the same by each conversion that learns from this batch's negatives. others: the scores of
+    `RealignmentScenario._scores` for each queued batch.
     """
 
     images: Fragments
     captions: Fragments
     fused: Tensor
-    own: Tensor
+    own: list[Tensor]
     others: list[tuple[Tensor, Tensor, Tensor]]
 
 
@@ -86,7 +88,8 @@ class RealignmentScenario(Scenario):
         batch_size: the maximum number of pairs in a batch.
         image_rows: returns the regions of images by their rows in the training data, as batches contain them, to
             restore a queue. None if batches change them, so that a state contains the regions.
-        fresh: encode the other batches with the current extractors instead of keeping the features of their own step.
+        other_batches: "kept" keeps the features of the other batches from their own step, "fresh" encodes them with the
+            current extractors, and "none" does without them.
     """
 
     def __init__(
@@ -95,16 +98,15 @@ class RealignmentScenario(Scenario):
         online_weight: float,
         batch_size: int,
         image_rows: Callable[[Tensor], Tensor | Fragments] | None,
-        *,
-        fresh: bool = False,
+        other_batches: str = "kept",
     ) -> None:
         super().__init__([target], 1.0)
         if not isinstance(target.model, FDF):
             raise TypeError(f"target: expected a model with feature conversions, got {target.model.name}")
         self.model: FDF = target.model
         self.online_weight, self.batch_size, self.image_rows = online_weight, batch_size, image_rows
-        self.fresh = fresh
-        self.queue: deque[QueuedBatch | QueuedInputs] = deque(maxlen=self.model.config.conversions - 1)
+        self.fresh, lags = other_batches == "fresh", self.model.config.conversions - 1
+        self.queue: deque[QueuedBatch | QueuedInputs] = deque(maxlen=0 if other_batches == "none" else lags)
 
     @property
     def has_state(self) -> bool:
@@ -120,7 +122,7 @@ class RealignmentScenario(Scenario):
         with batch.autocast():
             found: _Forward = batch.run(self.model.train(), lambda: self._forward(batch))
         online = batch.loss(found.fused)
-        terms = [batch.loss(found.own)]
+        terms = [batch.loss(scores) for scores in found.own]
         terms += [
             batch.realignment_loss(*scores, given.image_index[:, None] == queued.image_index[None, :])
             for scores, queued in zip(found.others, self.queue, strict=True)
@@ -129,7 +131,8 @@ class RealignmentScenario(Scenario):
         numbers = self.target.backward(realignment + self.online_weight * online, number)
         numbers |= {"online_loss": float(online.detach()), "realignment_loss": float(realignment.detach())}
         numbers["lr"] = self.target.update()
-        self.queue.appendleft(self._queued(batch, found))
+        if self.queue.maxlen:
+            self.queue.appendleft(self._queued(batch, found))
         return StepResult(found.fused.detach(), numbers["online_loss"], numbers)
 
     def _queued(self, batch: BatchFunctions, found: _Forward) -> QueuedBatch | QueuedInputs:
@@ -153,11 +156,12 @@ class RealignmentScenario(Scenario):
             _Side.of(model.images, images, [base for base, _ in of_others]),
             _Side.of(model.captions, captions, [base for _, base in of_others]),
         )
+        learning = range(1) if self.queue.maxlen else range(model.config.conversions)
         return _Forward(
             images,
             captions,
             batch.whole_scores(model, *(side.fused for side in sides)),
-            batch.whole_scores(model, *(side.own[0] for side in sides)),
+            [batch.whole_scores(model, *(side.own[n] for side in sides)) for n in learning],
             [self._scores(*sides, n) for n in range(1, len(self.queue) + 1)],
         )
 
@@ -180,7 +184,7 @@ class RealignmentScenario(Scenario):
         widths = (self.model.images.conversions.feature_dim, self.model.captions.conversions.feature_dim)
         kept = read_queue(
             state["scenario"],
-            expected=min(steps, self.model.config.conversions - 1),
+            expected=min(steps, self.queue.maxlen or 0),
             batch_size=self.batch_size,
             widths=(config.feature_dim, widths[1]) if self.fresh else widths,
             words=config.vocab_size if self.fresh else None,
