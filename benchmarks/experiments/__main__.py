@@ -199,7 +199,7 @@ def _chosen(options: argparse.Namespace, experiment: Experiment) -> list[Run]:
     chosen = [run for runs in experiment.rows.values() for run in runs]
     chosen = [run for run in chosen if not options.row or run.row in options.row]
     chosen = sorted((run for run in chosen if options.seed in (None, run.seed)), key=lambda run: run.seed)
-    in_order = [trial for run in chosen for trial in run.trials] + [one for run in chosen for one in run.in_order()]
+    in_order = [one for run in chosen for one in run.tried()] + [one for run in chosen for one in run.in_order()]
     return list({one.file_name: one for one in in_order}.values())
 
 

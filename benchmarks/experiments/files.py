@@ -70,6 +70,10 @@ class Run:
         """Return this run, preceded by its anchor."""
         return [*([] if self.anchor is None else self.anchor.in_order()), self]
 
+    def tried(self) -> list[Run]:
+        """Return the trials, each preceded by its anchor."""
+        return [one for trial in self.trials for one in trial.in_order()]
+
 
 @attrs.frozen
 class Grid:

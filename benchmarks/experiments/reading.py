@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from benchmarks.experiments.files import BUNDLED, MEASURES, Claim, Ensemble, Experiment, Figure, Grid, Run
 from itm_fast import config as settings
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
@@ -186,17 +188,22 @@ def _grid(content: Any) -> Grid:
 def _trials(
     row: Mapping[str, Any], train: Mapping[str, Any], grid: Grid | None, rows: Mapping[str, list[Run]]
 ) -> tuple[Mapping[str, Any], tuple[Run, ...]]:
-    """Return the choices of the grid for a row, and their runs. A row with a `grid_row` has those of that row."""
+    """Return the choices of the grid for a row, and their runs. A row with a `grid_row` has those of that row.
+
+    The trials of a row with an anchor or a start have its run with the seed of the grid, if its settings are fixed.
+    """
     if "grid_row" in row:
         if grid is None or row["grid_row"] not in rows:
             raise ValueError(f"grid_row: expected the name of a row above it, got {shown(row['grid_row'])}")
         first = rows[row["grid_row"]][0]
         return first.choices, first.trials
-    if grid is None:
+    if grid is None or row.get("choices") == {}:
         return {}, ()
-    for role in _ROLES:
-        if f"{role}_row" in row:
-            raise ValueError(f"{row['name']}: expected grid_row in a row with {role}_row, which has other seeds")
+    role = next((role for role in _ROLES if f"{role}_row" in row), _ROLES[0])
+    other = rows[row[f"{role}_row"]][0] if f"{role}_row" in row else None
+    if other is not None and (other.trials or other.anchor):
+        raise ValueError(f"{row['name']}: expected grid_row, because the settings of its {role}_row are not fixed")
+    anchor = None if other is None else attrs.evolve(other, seed=grid.seed)
     choices = _grid({"seed": grid.seed, "choices": row.get("choices", grid.choices)}).choices
     if len(choices) != len(grid.choices):
         raise ValueError(
@@ -204,7 +211,8 @@ def _trials(
         )
     name = row["name"]
     return choices, tuple(
-        Run(f"{name}, {label}", grid.seed, recipes.merge(train, choice)) for label, choice in choices.items()
+        Run(f"{name}, {label}", grid.seed, recipes.merge(train, choice), anchor, role)
+        for label, choice in choices.items()
     )
 
 

@@ -112,6 +112,23 @@ def test_the_grid_is_trained_first_and_its_winner_used(
 
 
 @pytest.mark.thorough
+def test_trials_beside_an_anchor_have_one_with_the_seed_of_the_grid(data: Path, tmp_path: Path) -> None:
+    rows = [{"name": "VSE", "choices": {}, "train": {"lr": 1e-3}},
+            {"name": "OAS", "anchor_row": "VSE", "train": {"scenario": "oas"}}]  # fmt: skip
+    experiment = write(tmp_path / "e.yaml", data, seeds=[0], rows=rows, claims=[])
+    assert tool.main(run(experiment)) == 0
+    found = measured(tmp_path)
+    trials = {f"oas-{label.replace(' ', '-')}-seed9" for label in CHOICES}
+    assert found.keys() == {"vse-seed9", *trials, "vse-seed0", "oas-seed0"}
+    for name in (*trials, "oas-seed0"):
+        weights = found[f"vse-{name.rpartition('-')[2]}"]["weights"]
+        assert found[name]["identity"]["fingerprints"]["anchor"] == {"the weights of VSE": weights}
+        assert found[name]["identity"]["anchor"]["train"]["lr"] == 1e-3
+    best = max(trials, key=lambda name: found[name]["validation"]["rsum"])
+    assert found["oas-seed0"]["identity"]["train"]["lr"] == found[best]["identity"]["train"]["lr"]
+
+
+@pytest.mark.thorough
 def test_a_run_that_diverges_is_a_result(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It wins no grid and does not stop the others; tables and claims name it."""
     absurd = {"choices": {"a": {"lr": 1e38}, "b": {"lr": 2e38}}}
@@ -212,6 +229,10 @@ def test_intervals_of_paired_differences() -> None:
         ({"grid": {"seed": 9, "choices": {"a": {"lrr": 1}, "b": {}}}}, "lrr"),
         ({"rows": [{"name": "VSE", "choices": {"a": {}, "b": {}, "c": {}}}]}, "expected 2 as in the grid, got 3"),
         ({"rows": [{"name": "SCT", "grid_row": "VSE"}]}, "grid_row: expected the name of a row above it, got 'VSE'"),
+        (
+            {"rows": [{"name": "VSE"}, {"name": "OAS", "anchor_row": "VSE", "train": {"scenario": "oas"}}]},
+            "OAS: expected grid_row, because the settings of its anchor_row are not fixed",
+        ),
         ({"claims": [{"text": "t", "row": "VES", "over": "VSE"}]}, "row of a claim"),
         ({"claims": [{"text": "t", "row": "all", "over": "VSE", "of": "loss"}]}, "measure of a claim"),
     ],

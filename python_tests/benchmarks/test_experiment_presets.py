@@ -51,7 +51,7 @@ def experiment_of(name: str) -> Experiment:
 def test_each_run_of_a_complete_experiment_has_a_result(name: str) -> None:
     experiment = experiment_of(name)
     runs = [run for of_row in experiment.rows.values() for run in of_row]
-    wanted = {one.file_name for run in runs for one in (run, *run.trials)}
+    wanted = {one.file_name for run in runs for one in (run, *run.tried())}
     wanted |= {ensemble.file_name for ensemble in experiment.ensembles}
     folder = ROOT / "benchmarks" / "results" / "experiments" / name
     assert {path.stem for path in folder.glob("*.json")} == wanted
@@ -82,7 +82,7 @@ def test_a_planned_list_has_models_and_results_of_trials_at_most(name: str) -> N
     experiment = experiment_of(name)
     assert Path(name).name not in PRESETS
     folder = ROOT / "benchmarks" / "results" / "experiments" / Path(name).name
-    trials = {f"{one.file_name}.json": one for runs in experiment.rows.values() for run in runs for one in run.trials}
+    trials = {f"{one.file_name}.json": one for runs in experiment.rows.values() for run in runs for one in run.tried()}
     for path in folder.glob("*"):
         assert result_of(experiment, trials[path.name], folder) is not None
     for runs in experiment.rows.values():
@@ -98,7 +98,7 @@ def test_the_results_are_small_and_say_what_they_are() -> None:
     for name in PRESETS:
         experiment = experiment_of(name)
         runs = [run for runs in experiment.rows.values() for run in runs]
-        names = {run.file_name: run.row for one in runs for run in (one, *one.trials)}
+        names = {run.file_name: run.row for one in runs for run in (one, *one.tried())}
         names |= {ensemble.file_name: ensemble.name for ensemble in experiment.ensembles}
         for path in (ROOT / "benchmarks" / "results" / "experiments" / name).glob("*"):
             assert path.suffix == ".json"
