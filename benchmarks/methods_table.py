@@ -15,11 +15,11 @@ __all__ = ["markdown"]
 _CAPTIONS = 5
 # Note below the table if the limit is missed: why.
 BOUND = (
-    "The paper's percentages refer to its own code, in which matrix products are only a part of the time. "
-    "Here they are nearly all of the time, and a conversion multiplies every region by {per_conversion:.1f} million "
-    "weights: the features of pairs take {more} multiply-adds, however they are computed, and a step "
-    "takes them about three times for its own batch and once or more for the one before. The paper encodes an image "
-    "again for each of its captions; evaluation here does so once, the column of a split."
+    "We do not know where the paper's own code spends its time. Here matrix products are nearly all of the time, "
+    "and a conversion multiplies every region by {per_conversion:.1f} million weights: the features of pairs take "
+    "{more} multiply-adds, however they are computed, and a step takes them about three times for its own batch and "
+    "once or more for the one before. The paper encodes an image again for each of its captions; evaluation here does "
+    "so once, the column of a split."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ WORDS = {word: name for name, word in emoji_scenes.OBJECTS.items()}
 NOUN = ARTICLE + "(" + "|".join(sorted(WORDS, key=len, reverse=True)) + ")"
 RELATION = re.compile(NOUN + r" is (above|below)?(?: and )?(?:to the (left|right) of)? " + NOUN)
 PLACE = re.compile(NOUN + r"(?: is)? (?:(?:at|on) the (top|bottom)? ?(left|right)?|in the middle)(?= and |$)")
+ROOT = Path(__file__).resolve().parents[2]
 TINY = {"train": 40, "dev": 20, "test": 30}
 
 
@@ -48,6 +50,36 @@ def test_sentences_are_true(splits: dict[str, tuple[list, list[str]]]) -> None:
                 places += 1
     assert relations > 4 * sum(TINY.values())
     assert places > 2 * sum(TINY.values())
+
+
+def test_the_page_says_what_knowing_the_truth_is_worth() -> None:
+    """A sentence is true of all scenes that contain what it says; equal scores are in random order."""
+    things = re.compile(NOUN)
+    (scenes, captions) = next(found for split, *found in emoji_scenes.all_scenes(seed=1) if split == "test")
+
+    def says(caption: str) -> set[tuple[str, ...]]:
+        found = set(RELATION.findall(caption)) | set(PLACE.findall(caption))
+        return found | {(word,) for word in things.findall(caption)}
+
+    facts = [set() for _ in scenes]
+    for number, scene in enumerate(scenes):
+        for one in scene:
+            noun = f"a {emoji_scenes.OBJECTS[one.name]}"
+            facts[number] |= says(f"{noun} {emoji_scenes.place(one)}")
+            for other in (other for other in scene if other is not one):
+                relation = emoji_scenes.relation(one, other)
+                facts[number] |= says(f"{noun} is {relation} a {emoji_scenes.OBJECTS[other.name]}")
+    true = np.array([[says(caption) <= known for known in facts] for caption in captions])
+    assert true[np.arange(len(captions)), np.arange(len(captions)) // 5].all()
+    of_captions, of_scenes = true.sum(1), true.sum(0)
+    rsum = 0.0
+    for k in (1, 5, 10):
+        missed = [math.comb(m - 5, k) / math.comb(m, k) if m >= k else 0.0 for m in of_scenes]
+        rsum += 100 * (np.minimum(k / of_captions, 1).mean() + 1 - np.mean(missed))
+    page = (ROOT / "docs" / "performance" / "results" / "rcar.md").read_text(encoding="utf-8")
+    assert f"{(of_captions == 1).mean():.0%}".replace("%", " %") + " of the sentences of test are true of one" in page
+    assert of_captions.max() == 4
+    assert f"would reach {rsum:.0f}." in page
 
 
 def test_twins_are_near_misses_of_other_words(splits: dict[str, tuple[list, list[str]]]) -> None:
