@@ -33,7 +33,7 @@ COMPLETE = [
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
-    "fdf-chan": {"epochs"}, "planned/fdf-negatives": {"epochs"},
+    "fdf-chan": {"epochs"}, "planned/fdf-chan-seeds": {"epochs"},
 }  # fmt: skip
 
 
