@@ -55,7 +55,7 @@ PERFORMANCE = ROOT / "docs" / "performance"
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-scenes"]
-EXPERIMENTS["dbl"] += ["dbl-anchors", "dbl-half", "dbl-variants"]
+EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-anchors", "dbl-half", "dbl-variants"]
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 EXPERIMENTS["fdf"] += ["fdf-ensemble", "fdf-variants", "fdf-start", "fdf-heads"]
