@@ -149,10 +149,11 @@ class FeatureConversions(nn.Module):
         return l2norm(rows if self.pool is None else rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
     def of_others(self, others: Sequence[Fragments], first: int = 1) -> list[Tensor]:
-        """Convert `others[i]` by conversion `first + i`, counted from 0. The base features receive no gradient.
+        """Convert `others[i]` by conversion `first + i`, counted from 0.
 
-        The forward keeps only the results. The backward converts the sets with a gradient again. Batch normalisation
-        uses the running statistics and does not change them.
+        The forward keeps only the results, and the backward converts the sets with a gradient again; base features that
+        need a gradient are converted as usual. Batch normalisation uses the running statistics and does not change
+        them.
 
         Args:
             others: rows (R, feature_dim) of each; at most as many as there are conversions from `first` on.
@@ -190,7 +191,10 @@ class FeatureConversions(nn.Module):
             converted: Tensor = functional_call(self, {**named, **buffers}, (sets, number))
             return sets.with_values(converted[0]) if self.pool is None else converted[0]
 
-        (rows,) = gradient_sparse_sets([(convert, base.detach())], list(own.values()))
+        weights = list(own.values())
+        if base.values.requires_grad:
+            return values_of(convert(weights, None, base))
+        (rows,) = gradient_sparse_sets([(convert, base)], weights)
         return values_of(rows)
 
 

@@ -329,9 +329,10 @@ class TrainConfig:
     other_batches: str = setting(
         "kept",
         group=FDF,
-        choices=("kept", "fresh", "none"),
-        help="Base features of the other batches: kept from their own step, or encoded again (for fast extractors). "
-        "With none, all conversions take the negatives of their own batch.",
+        choices=("kept", "fresh", "trained", "none"),
+        help="Base features of the other batches: kept from their own step, encoded again without training the "
+        "extractors, or encoded and trained (for fast extractors). With none, all conversions take the negatives of "
+        "their own batch.",
     )
     online_weight: float = setting(
         0.5, group=FDF, minimum=0, help="Weight of the fused feature's loss beside the realignment."

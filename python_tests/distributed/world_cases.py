@@ -108,6 +108,10 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "scan", {**SIZES, "feature_dim": 12, "image_encoder": "patches"},
         {"conversions": 3, "other_batches": "fresh"},
     ),
+    "realigned patches, trained": (
+        "scan", {**SIZES, "feature_dim": 12, "image_encoder": "patches"},
+        {"conversions": 3, "other_batches": "trained"},
+    ),
     "realigned, selective": (
         "vse_infty", {**SIZES, "image_encoder": "residual"}, {"conversions": 3, **SELECTIVE},
     ),

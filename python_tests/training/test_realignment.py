@@ -44,11 +44,11 @@ def sets_of(fragments: Fragments) -> Sequence[Tensor]:
     return fragments.values.double().split(fragments.lengths.tolist())
 
 
-def others_of(model: FDF, queued: QueuedBatch | QueuedInputs) -> tuple[Fragments, Fragments]:
-    """Return base features of another batch without gradient: of its own step, or by the extractors of `model`."""
+def others_of(model: FDF, queued: QueuedBatch | QueuedInputs, trained: bool) -> tuple[Fragments, Fragments]:
+    """Return base features of another batch: of its own step, or by the extractors of `model`."""
     if isinstance(queued, QueuedBatch):
         return queued.images, queued.captions
-    with torch.no_grad():
+    with torch.set_grad_enabled(trained):
         return model.base_images(queued.regions), model.base_captions(queued.token_ids, queued.lengths)
 
 
@@ -61,13 +61,13 @@ def by_hand(
         (model.images, sets_of(model.base_images(batch.features.double()))),
         (model.captions, sets_of(model.base_captions(batch.token_ids, batch.lengths))),
     )
-    alone = settings.other_batches == "none"
+    alone, trained = settings.other_batches == "none", settings.other_batches == "trained"
     learning = range(settings.conversions if alone else len(queue) + 1)
     present = [tuple(fdf.converted(side.conversions, own, n) for side, own in sides) for n in learning]
     others = [
         tuple(
             fdf.converted(side.conversions, sets_of(own), n, running=True)
-            for side, own in zip((model.images, model.captions), others_of(model, queued), strict=True)
+            for side, own in zip((model.images, model.captions), others_of(model, queued, trained), strict=True)
         )
         for n, queued in enumerate(queue, start=1)
     ]
@@ -90,6 +90,9 @@ def by_hand(
         ("scan", {}, "hardest", "fresh"),
         ("scan", {"image_encoder": "residual"}, "all", "kept"),
         ("scan", {}, "hardest", "none"),
+        ("scan", {}, "hardest", "trained"),
+        ("vse_infty", {}, "all", "trained"),
+        ("chan", {}, "hardest", "trained"),
         ("chan", {}, "hardest", "kept"),
         ("vse_infty", {}, "hardest", "kept"),
         ("vse_infty", {}, "all", "fresh"),
@@ -272,7 +275,6 @@ def test_other_batches_have_the_features_of_now_or_of_then(data: Path, tmp_path:
     assert (now - then).abs().max() > 0.005
     (queued,) = scenario.queue
     assert torch.equal(queued.base(trainer.model)[1].values, now)
-    assert not queued.base(trainer.model)[1].values.requires_grad
 
     pictures = models.create(
         "fdf", host="scan", host_options={**options, "vocab_size": 9, "feature_dim": 12}, conversions=2
@@ -300,6 +302,7 @@ def settings_of(data: Path, out: Path, **changes: object):
         {"other_batches": "fresh"},
         {"other_batches": "fresh", "region_augmentation": 0.3, "text_augmentation": 0.4},
         {"other_batches": "none"},
+        {"other_batches": "trained", "model_options": {**OPTIONS, "image_encoder": "residual"}},
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
@@ -318,7 +321,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     queue = load_state(tmp_path / "whole")["scenario"]["queue"]
     augmented = "region_augmentation" in changes
     others = changes.get("other_batches", "kept")
-    of_captions = OF_INPUTS if others == "fresh" else OF_A_BATCH
+    of_captions = OF_INPUTS if others in ("fresh", "trained") else OF_A_BATCH
     expected = of_captions | OF_IMAGES if augmented else of_captions
     assert [set(batch) for batch in queue] == ([] if others == "none" else [expected] * 2)
     lines = [line for line in read_metrics(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "train"]

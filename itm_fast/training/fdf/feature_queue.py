@@ -113,16 +113,19 @@ class QueuedInputs:
         tensors = (self.token_ids.to(device), self.lengths.to(device), self.image_index.to(device))
         return QueuedInputs(self.regions.to(device), *tensors, self.from_data)
 
-    @torch.no_grad()
     def base(self, model: FDF) -> tuple[Fragments, Fragments]:
         """Compute the base features of images and captions in the model's current mode. Running statistics do not
         change.
         """
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        found = model.base_images(self.regions), model.base_captions(self.token_ids, self.lengths)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
-        return found
+        # Copies take the statistics: a backward could not go through the originals once another batch changes them.
+        own = [(part, name, buffer) for part in model.modules() for name, buffer in part.named_buffers(recurse=False)]
+        for part, name, buffer in own:
+            setattr(part, name, buffer.clone())
+        try:
+            return model.base_images(self.regions), model.base_captions(self.token_ids, self.lengths)
+        finally:
+            for part, name, buffer in own:
+                setattr(part, name, buffer)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors from which `read_queue` restores the batch."""

@@ -6,13 +6,14 @@ Image-Text Matching" (AAAI 2025), Algorithm 1 and Eq 6. Where the paper leaves a
 - B_1 is the batch of the current step and B_n that of n - 1 steps before. A queue holds the base features of the last N
   - 1 batches, and conversion n always sees lag n - 1. Terms are left out until their batch exists. If an extractor
   learns quickly, such as a GRU from random weights, old features differ from new ones in ways that have nothing to do
-  with their content, and the conversions learn that difference. With "fresh", the earlier batches are encoded again;
-  with "none", which is not in the paper, every conversion learns from the negatives of its own batch.
+  with their content, and the conversions learn that difference. With "fresh", the earlier batches are encoded again.
+  With "none", which is not in the paper, every conversion learns from the negatives of its own batch.
 - Pairs of B_n that show the image of a pair of B_1 are not negatives of this pair.
 - Gradients of B_1 reach conversion n and the shared extractor, whose backward runs once on the sum of all gradients.
   Gradients of B_n reach only conversion n. B_n is converted and scored without gradient; the part that the loss needs
-  is then computed again with gradient. Batch normalization uses the running statistics for B_n and does not change
-  them.
+  is then computed again with gradient. An extractor then sees one side of these pairs only, and moves all features of
+  B_1 away from those of B_n, which follow in the next step. With "trained", gradients of B_n reach it, too.
+- Batch normalization uses the running statistics for B_n and does not change them.
 - With several processes, each has the whole of B_n and computes the terms between it and its own pairs of B_1.
 
 Inside: `RealignmentScenario`.
@@ -89,7 +90,7 @@ class RealignmentScenario(Scenario):
         image_rows: returns the regions of images by their rows in the training data, as batches contain them, to
             restore a queue. None if batches change them, so that a state contains the regions.
         other_batches: "kept" keeps the features of the other batches from their own step, "fresh" encodes them with the
-            current extractors, and "none" does without them.
+            current extractors, "trained" also trains the extractors with them, and "none" does without them.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class RealignmentScenario(Scenario):
             raise TypeError(f"target: expected a model with feature conversions, got {target.model.name}")
         self.model: FDF = target.model
         self.online_weight, self.batch_size, self.image_rows = online_weight, batch_size, image_rows
-        self.fresh, lags = other_batches == "fresh", self.model.config.conversions - 1
+        self.fresh, self.trained = other_batches in ("fresh", "trained"), other_batches == "trained"
+        lags = self.model.config.conversions - 1
         self.queue: deque[QueuedBatch | QueuedInputs] = deque(maxlen=0 if other_batches == "none" else lags)
 
     @property
@@ -149,7 +151,8 @@ class RealignmentScenario(Scenario):
     def _forward(self, batch: BatchFunctions) -> _Forward:
         model, given = self.model, batch.batch
         # Queued batches come first: the backward of this batch needs the running statistics that it left.
-        of_others = [queued.base(model) for queued in self.queue]
+        with torch.set_grad_enabled(self.trained):
+            of_others = [queued.base(model) for queued in self.queue]
         images = model.base_images(given.features)
         captions = model.base_captions(given.token_ids, given.lengths)
         sides = (
