@@ -317,10 +317,10 @@ PUBLISHED |= {
     f"fdf-{name}-{data}": (model, {**numbers, **FDF, **others}, options)
     for data in ("f30k", "coco")
     for name, host, others in (
-        ("scan", f"scan-t2i-{data}", {"other_batches": "fresh"}),
+        ("scan", f"scan-t2i-{data}", {"other_batches": "trained"}),
         ("vse-bert", f"vse-infty-bert-{data}", {}),
         ("chan-bert", f"chan-bert-{data}", {}),
-        ("chan", f"chan-{data}", {"other_batches": "fresh"}),
+        ("chan", f"chan-{data}", {"other_batches": "trained"}),
     )
     if host in PUBLISHED
     for model, numbers, options in [PUBLISHED[host]]
