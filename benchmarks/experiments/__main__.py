@@ -13,7 +13,9 @@ An experiment is a YAML file with these keys:
 - `rows`: each with a `name`, `train` with additional settings, and optionally `seeds`. A row with the scenario oas has
   an `anchor_row`, the name of an earlier row: run by run, its anchor is the model of that row with the same seed.
   A row with a `start_row` starts from the models of an earlier row in the same way.
-  `choices` replace those of the grid for the row, by as many; `grid_row` names an earlier row whose choice is used.
+  `choices` replace those of the grid for the row, by as many; with `{}` the row has fixed settings. `grid_row` names an
+  earlier row whose choice is used. A row whose anchor or start has fixed settings may choose: its trials use the model
+  of that row with the grid's seed.
 - `claims`: each a `text` that a `row` is better than another one (`over`), by the sum of recalls or another measure
   (`of`: mean_distance, i2t_r1, t2i_r1). The table compares them seed by seed. `late` claims, which were listed after
   their runs, are marked by a dagger.

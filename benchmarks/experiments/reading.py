@@ -190,7 +190,7 @@ def _trials(
 ) -> tuple[Mapping[str, Any], tuple[Run, ...]]:
     """Return the choices of the grid for a row, and their runs. A row with a `grid_row` has those of that row.
 
-    The trials of a row with an anchor or a start have its run with the seed of the grid, if its settings are fixed.
+    If the settings of an anchor or a start are fixed, trials use its run with the grid's seed.
     """
     if "grid_row" in row:
         if grid is None or row["grid_row"] not in rows:
@@ -202,7 +202,9 @@ def _trials(
     role = next((role for role in _ROLES if f"{role}_row" in row), _ROLES[0])
     other = rows[row[f"{role}_row"]][0] if f"{role}_row" in row else None
     if other is not None and (other.trials or other.anchor):
-        raise ValueError(f"{row['name']}: expected grid_row, because the settings of its {role}_row are not fixed")
+        raise ValueError(
+            f"{row['name']}: expected grid_row, or as {role}_row one with 'choices: {{}}' and no anchor or start"
+        )
     anchor = None if other is None else attrs.evolve(other, seed=grid.seed)
     choices = _grid({"seed": grid.seed, "choices": row.get("choices", grid.choices)}).choices
     if len(choices) != len(grid.choices):

@@ -151,9 +151,9 @@ class FeatureConversions(nn.Module):
     def of_others(self, others: Sequence[Fragments], first: int = 1) -> list[Tensor]:
         """Convert `others[i]` by conversion `first + i`, counted from 0.
 
-        The forward keeps only the results, and the backward converts the sets with a gradient again; base features that
-        need a gradient are converted as usual. Batch normalisation uses the running statistics and does not change
-        them.
+        If base features need no gradient, the forward keeps only the results, and the backward converts again the sets
+        whose result has one. Otherwise all are converted as usual, and base features receive gradients. Batch
+        normalisation uses the running statistics and does not change them.
 
         Args:
             others: rows (R, feature_dim) of each; at most as many as there are conversions from `first` on.

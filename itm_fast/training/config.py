@@ -324,15 +324,15 @@ class TrainConfig:
     realignment: bool = setting(
         True,
         group=FDF,
-        help="Also train each conversion, with the negatives of another batch; else only the fused feature is trained.",
+        help="Also train each conversion, with negatives of --other-batches; else only the fused feature is trained.",
     )
     other_batches: str = setting(
         "kept",
         group=FDF,
         choices=("kept", "fresh", "trained", "none"),
-        help="Base features of the other batches: kept from their own step, encoded again without training the "
-        "extractors, or encoded and trained (for fast extractors). With none, all conversions take the negatives of "
-        "their own batch.",
+        help="Base features of the other batches: kept from their own step; encoded again (fresh); encoded again, so "
+        "that they train the extractors, too (trained: for extractors that learn quickly); or none, with negatives of "
+        "the same batch.",
     )
     online_weight: float = setting(
         0.5, group=FDF, minimum=0, help="Weight of the fused feature's loss beside the realignment."

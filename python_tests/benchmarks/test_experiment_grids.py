@@ -231,7 +231,7 @@ def test_intervals_of_paired_differences() -> None:
         ({"rows": [{"name": "SCT", "grid_row": "VSE"}]}, "grid_row: expected the name of a row above it, got 'VSE'"),
         (
             {"rows": [{"name": "VSE"}, {"name": "OAS", "anchor_row": "VSE", "train": {"scenario": "oas"}}]},
-            "OAS: expected grid_row, because the settings of its anchor_row are not fixed",
+            "OAS: expected grid_row, or as anchor_row one with 'choices: {}' and no anchor or start",
         ),
         ({"claims": [{"text": "t", "row": "VES", "over": "VSE"}]}, "row of a claim"),
         ({"claims": [{"text": "t", "row": "all", "over": "VSE", "of": "loss"}]}, "measure of a claim"),

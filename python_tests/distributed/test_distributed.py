@@ -130,6 +130,8 @@ ROWS = {
     "addr": [WORD, *RAGGED, OF_SETS, "words, `m` numbers", OF_PAIRS, "gradients of the words", *AFTER],
     "realigned": [*REALIGNED, OF_SETS, BASE.format("images", "b"), OF_SETS, BASE.format("captions", "t")],
     "realigned, fresh": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "`l` token ids instead"],
+    # For the fused feature and for three conversions.
+    "realigned, none": [WORD, *RAGGED, *RAGGED, *RAGGED, *RAGGED, OF_EMBEDDINGS, OF_EMBEDDINGS, OF_EMBEDDINGS, *AFTER],
 }  # fmt: skip
 
 

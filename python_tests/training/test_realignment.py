@@ -131,6 +131,28 @@ def test_a_step_minimises_the_loss_of_the_paper(
             )
 
 
+def test_images_of_other_batches_train_their_extractor(tmp_path: Path) -> None:
+    """The extractor of patches uses the statistics of each batch."""
+    trainer = make_trainer(
+        config(write_concepts(tmp_path / "data", width=12), tmp_path, model="scan", conversions=2, grad_clip=0.0,
+               model_options={**OPTIONS, "image_encoder": "patches"}, other_batches="trained")
+    )  # fmt: skip
+    trainer.model.double()
+    for step, captions in enumerate(BATCHES[:2]):
+        exact, queue = copy.deepcopy(trainer.model), list(trainer.stepper.scenario.queue)
+        batch = trainer.train_data.batch(captions)
+        output = trainer.stepper(attrs.evolve(batch, features=batch.features.double()), "all", step)
+        total, _, expected = by_hand(exact, trainer, captions, queue, every=True)
+        assert output["loss"] == pytest.approx(total.item(), rel=1e-7)
+        largest = max(float(one.abs().max()) for one in expected if one is not None)
+        for (name, parameter), wanted in zip(trainer.model.named_parameters(), expected, strict=True):
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            wanted = torch.zeros_like(found) if wanted is None else wanted
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-5, atol=1e-7 * largest, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
 def test_gradients_in_bfloat16_are_as_near_to_float64_as_rounding_lets_them(data: Path, tmp_path: Path) -> None:
     """Gradients of three conversions and of their shared weights, with a full queue, all negatives and active hinges.
 
@@ -286,6 +308,10 @@ def test_other_batches_have_the_features_of_now_or_of_then(data: Path, tmp_path:
     images, _ = inputs.base(pictures.train())
     assert all(torch.equal(buffer, before[name]) for name, buffer in pictures.named_buffers())
     torch.testing.assert_close(images.values, pictures.base_images(inputs.regions).values)
+    kept = dict(pictures.named_buffers())
+    with pytest.raises(ValueError, match="token_ids"):
+        attrs.evolve(inputs, token_ids=inputs.token_ids + 9).base(pictures)
+    assert all(buffer is kept[name] for name, buffer in pictures.named_buffers())
 
 
 def settings_of(data: Path, out: Path, **changes: object):
@@ -457,9 +483,10 @@ def test_bad_settings_are_one_line_and_write_nothing(
     assert {path: path.read_bytes() for path in realigned.rglob("*") if path.is_file()} == before
 
 
-def test_more_conversions_than_batches_learn_from_their_own(data: Path, tmp_path: Path) -> None:
+def test_without_other_batches_there_may_be_more_conversions_than_batches(data: Path, tmp_path: Path) -> None:
     command = ["train", "--data", str(data), "--out", str(tmp_path / "run"), *SMALL]
     assert cli.run([*command, "--conversions", "5", "--other-batches", "none"]) == 0
+    assert load_state(tmp_path / "run")["scenario"]["queue"] == []
 
 
 def test_a_model_of_other_conversions_is_refused(realigned: Path, tmp_path: Path) -> None:

@@ -114,8 +114,9 @@ class QueuedInputs:
         return QueuedInputs(self.regions.to(device), *tensors, self.from_data)
 
     def base(self, model: FDF) -> tuple[Fragments, Fragments]:
-        """Compute the base features of images and captions in the model's current mode. Running statistics do not
-        change.
+        """Compute the base features of images and captions in the model's current mode.
+
+        In training, batch normalisation uses the statistics of the batch. Running statistics do not change.
         """
         # Copies take the statistics: a backward could not go through the originals once another batch changes them.
         own = [(part, name, buffer) for part in model.modules() for name, buffer in part.named_buffers(recurse=False)]

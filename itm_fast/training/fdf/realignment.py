@@ -3,17 +3,19 @@
 Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
 Image-Text Matching" (AAAI 2025), Algorithm 1 and Eq 6. Where the paper leaves a choice open:
 
-- B_1 is the batch of the current step and B_n that of n - 1 steps before. A queue holds the base features of the last N
-  - 1 batches, and conversion n always sees lag n - 1. Terms are left out until their batch exists. If an extractor
-  learns quickly, such as a GRU from random weights, old features differ from new ones in ways that have nothing to do
-  with their content, and the conversions learn that difference. With "fresh", the earlier batches are encoded again.
-  With "none", which is not in the paper, every conversion learns from the negatives of its own batch.
+- B_1 is the batch of the current step and B_n that of n - 1 steps before. A queue holds the base features, or the
+  inputs, of the last N - 1 batches, and conversion n always sees lag n - 1. Terms are left out until their batch
+  exists. If an extractor learns quickly, such as a GRU from random weights, old features differ from new ones in ways
+  that have nothing to do with their content, and the conversions learn that difference. With "fresh", the earlier
+  batches are encoded again. With "none", which is not in the paper, every conversion learns from the negatives of its
+  own batch.
 - Pairs of B_n that show the image of a pair of B_1 are not negatives of this pair.
 - Gradients of B_1 reach conversion n and the shared extractor, whose backward runs once on the sum of all gradients.
   Gradients of B_n reach only conversion n. B_n is converted and scored without gradient; the part that the loss needs
-  is then computed again with gradient. An extractor then sees one side of these pairs only, and moves all features of
-  B_1 away from those of B_n, which follow in the next step. With "trained", gradients of B_n reach it, too.
-- Batch normalization uses the running statistics for B_n and does not change them.
+  is then computed again with gradient. The extractor has gradients from B_1 only, and can lower the loss by moving all
+  of B_1 away from B_n. With "trained", gradients of B_n reach it, too.
+- Batch normalization uses the running statistics for B_n in conversions. In an extractor that encodes B_n again it uses
+  those of B_n. Neither changes.
 - With several processes, each has the whole of B_n and computes the terms between it and its own pairs of B_1.
 
 Inside: `RealignmentScenario`.
@@ -150,7 +152,6 @@ class RealignmentScenario(Scenario):
 
     def _forward(self, batch: BatchFunctions) -> _Forward:
         model, given = self.model, batch.batch
-        # Queued batches come first: the backward of this batch needs the running statistics that it left.
         with torch.set_grad_enabled(self.trained):
             of_others = [queued.base(model) for queued in self.queue]
         images = model.base_images(given.features)
