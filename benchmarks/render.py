@@ -58,7 +58,7 @@ EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-scenes"]
 EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-anchors", "dbl-half", "dbl-variants"]
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
-EXPERIMENTS["fdf"] += ["fdf-ensemble", "fdf-variants", "fdf-start", "fdf-chan-seeds", "fdf-heads"]
+EXPERIMENTS["fdf"] += ["fdf-ensemble", "fdf-variants", "fdf-start", "fdf-chan-seeds", "fdf-trained", "fdf-heads"]
 
 
 def demo(result: dict[str, Any]) -> str:

@@ -330,9 +330,8 @@ class TrainConfig:
         "kept",
         group=FDF,
         choices=("kept", "fresh", "trained", "none"),
-        help="Base features of the other batches: kept from their own step; encoded again (fresh); encoded again, so "
-        "that they train the extractors, too (trained: for extractors that learn quickly); or none, with negatives of "
-        "the same batch.",
+        help="Other batches: their features are kept, encoded again (fresh), or train the extractors, too (trained); "
+        "none: negatives of the own batch.",
     )
     online_weight: float = setting(
         0.5, group=FDF, minimum=0, help="Weight of the fused feature's loss beside the realignment."

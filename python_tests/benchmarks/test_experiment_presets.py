@@ -24,8 +24,9 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-continued", "dbl-half", "dbl-variants",
     "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-start",
-    "fdf-variants", "rcar-ablations", "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes",
-    "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-sgraf", "selhn-variants", "vision",
+    "fdf-trained", "fdf-variants", "rcar-ablations", "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates",
+    "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-sgraf",
+    "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
 # several qualities have fewer epochs. FDF on SCAN has a row with a lower rate, FDF on CHAN one with more epochs.
