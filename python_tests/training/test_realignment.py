@@ -83,6 +83,17 @@ def by_hand(
     return total, online, torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
 
 
+def assert_gradients(model: FDF, expected: list[Tensor | None]) -> None:
+    """Compare the gradient of each weight; the largest of all sets the absolute tolerance."""
+    largest = max(float(one.abs().max()) for one in expected if one is not None)
+    for (name, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        wanted = torch.zeros_like(found) if wanted is None else wanted
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-5, atol=1e-7 * largest, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 @pytest.mark.parametrize(
     ("host", "options", "mining", "others"),
     [
@@ -122,13 +133,7 @@ def test_a_step_minimises_the_loss_of_the_paper(
         assert output["loss"] == pytest.approx(total.item(), rel=1e-7)
         assert output["online_loss"] == pytest.approx(online.item(), rel=1e-7)
         assert output["realignment_loss"] == pytest.approx((total - 0.7 * online).item(), rel=1e-7)
-        largest = max(float(one.abs().max()) for one in expected if one is not None)
-        for (name, parameter), wanted in zip(trainer.model.named_parameters(), expected, strict=True):
-            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            wanted = torch.zeros_like(found) if wanted is None else wanted
-            torch.testing.assert_close(
-                found, wanted, rtol=1e-5, atol=1e-7 * largest, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        assert_gradients(trainer.model, expected)
 
 
 def test_images_of_other_batches_train_their_extractor(tmp_path: Path) -> None:
@@ -144,13 +149,7 @@ def test_images_of_other_batches_train_their_extractor(tmp_path: Path) -> None:
         output = trainer.stepper(attrs.evolve(batch, features=batch.features.double()), "all", step)
         total, _, expected = by_hand(exact, trainer, captions, queue, every=True)
         assert output["loss"] == pytest.approx(total.item(), rel=1e-7)
-        largest = max(float(one.abs().max()) for one in expected if one is not None)
-        for (name, parameter), wanted in zip(trainer.model.named_parameters(), expected, strict=True):
-            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            wanted = torch.zeros_like(found) if wanted is None else wanted
-            torch.testing.assert_close(
-                found, wanted, rtol=1e-5, atol=1e-7 * largest, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        assert_gradients(trainer.model, expected)
 
 
 def test_gradients_in_bfloat16_are_as_near_to_float64_as_rounding_lets_them(data: Path, tmp_path: Path) -> None:
