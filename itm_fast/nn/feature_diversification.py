@@ -151,8 +151,8 @@ class FeatureConversions(nn.Module):
     def of_others(self, others: Sequence[Fragments], first: int = 1) -> list[Tensor]:
         """Convert `others[i]` by conversion `first + i`, counted from 0.
 
-        If base features need no gradient, the forward keeps only the results, and the backward converts again the sets
-        whose result has one. Otherwise all are converted as usual, and base features receive gradients. Batch
+        If base features need no gradient, the forward keeps only the results, and the backward converts the sets with a
+        gradient again. Otherwise all are converted as usual, and base features receive gradients. Batch
         normalisation uses the running statistics and does not change them.
 
         Args:
