@@ -63,6 +63,8 @@ def read(path: Path) -> Experiment:
             if row["name"] in rows:
                 raise ValueError(f"rows: {shown(row['name'])} appears twice")
             train = recipes.merge(common, row.get("train", {}))
+            if not row.get("seeds", seeds):
+                raise ValueError(f"seeds of {shown(row['name'])}: expected at least one, got []")
             role, anchors = _anchors(row, train, rows)
             choices, tried = _trials(row, train, grid, rows)
             rows[row["name"]] = [

@@ -112,8 +112,7 @@ def check_loss(config: Any) -> None:
         raise ValueError(f"loss_options: expected none with the {config.scenario}, which has losses of its own")
     if config.loss_options and config.realignment and (config.conversions or 0) > 1:
         raise ValueError(
-            "loss_options: expected none with the realignment of several conversions, whose loss over other batches "
-            "has no such options"
+            "loss_options: expected none with the realignment of several conversions, which has losses of its own"
         )
     if config.scenario in RIVALS:
         found = (

@@ -411,6 +411,7 @@ def test_other_data_are_refused(
         ({"seeds": "all"}, "seeds: expected a list, got 'all'"),
         ({"rows": [{"train": {}}]}, "name: this setting of row 1 is required"),
         ({"rows": [{"name": "a"}, {"name": "a"}]}, "rows: 'a' appears twice"),
+        ({"rows": [{"name": "a", "seeds": []}]}, "seeds of 'a': expected at least one, got []"),
         ({"rows": [{"name": "a b"}, {"name": "A-B"}], "equal": []},
          "rows: two runs would write the same result file; change a name"),
         ({"equal": [["SCAN", "none"]]}, "equal: expected two names of rows, got ['SCAN', 'none']"),

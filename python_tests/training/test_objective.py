@@ -111,8 +111,7 @@ def test_the_choices_are_those_of_the_operator() -> None:
            f"loss_options: expected none with the {scenario}, which has losses of its own")
           for scenario in ("aoq", "ncr", "meta_spn")),
         ({"conversions": 2, "loss_options": {"directions": "rows"}},
-         "loss_options: expected none with the realignment of several conversions, whose loss over other batches "
-         "has no such options"),
+         "loss_options: expected none with the realignment of several conversions, which has losses of its own"),
         ({"start": "s", "scenario": "ncr"},
          "start: expected none with the scenario ncr: all networks would start from the same weights"),
         ({"start": "s", "scenario": "oss", "boosting": "rkd"},
