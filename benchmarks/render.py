@@ -54,7 +54,7 @@ PERFORMANCE = ROOT / "docs" / "performance"
 # The pages of results by the papers' short names, and the experiments on their claims.
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
-EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-scenes"]
+EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-scenes", "demo-rar"]
 EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-anchors", "dbl-half", "dbl-variants"]
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]

@@ -137,7 +137,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="run directory of a model of the emoji, as demo writes it")
+    parser.add_argument("--run", type=Path, help="run directory of a SCAN trained on the emoji")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--items", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "bf16"], help="type of the rows of each of --items")

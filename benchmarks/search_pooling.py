@@ -161,9 +161,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--run", type=Path, required=True, help="run directory of a model of the emoji, as demo writes it"
-    )
+    parser.add_argument("--run", type=Path, required=True, help="run directory of a SCAN trained on the emoji")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--queries", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1)

@@ -23,9 +23,9 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-continued", "dbl-half", "dbl-variants",
-    "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-start",
-    "fdf-trained", "fdf-variants", "rcar-ablations", "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates",
-    "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-sgraf",
+    "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads",
+    "fdf-start", "fdf-trained", "fdf-variants", "rcar-ablations", "rcar-claims", "rcar-epochs", "rcar-grid",
+    "rcar-rates", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-sgraf",
     "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
