@@ -72,7 +72,7 @@ def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
     Rows with several runs are interleaved. The others follow one by one, so that fewer models are in memory, as do the
     processes that measure memory.
     """
-    changes: dict[str, dict[str, Any]] = {str(count): {"conversions": count} if count else {} for count in host.runs}
+    changes = {str(count): _conversions(count, "kept") for count in host.runs}
     repeats = {str(count): runs for count, runs in host.runs.items()}
     rows: dict[str, dict[str, Any]] = {}
     for name, changed in changes.items():
@@ -80,7 +80,7 @@ def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
         rows[name] = {"accuracy": step_accuracy(host, changed)}
     if host.fresh is not None:
         # Its accuracy would equal that with kept batches: while weights are constant, features are the same.
-        changes[_FRESH] = {"conversions": host.fresh, "other_batches": "fresh"}
+        changes[_FRESH] = _conversions(host.fresh, "fresh")
         repeats[_FRESH], rows[_FRESH] = host.runs[host.fresh], {}
     groups = [[name for name, runs in repeats.items() if runs > 1]]
     groups += [[name] for name, runs in repeats.items() if runs == 1]
@@ -93,6 +93,11 @@ def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
             rows[name]["peak_bytes"] = peak_memory(make_start, host, changes[name], threads=1)
     fresh = {} if host.fresh is None else {str(host.fresh): rows.pop(_FRESH)}
     return {"recipe": host.recipe, "setup": host.setup.as_dict(), "rows": rows, _FRESH: fresh}
+
+
+def _conversions(count: int, other_batches: str) -> dict[str, Any]:
+    """Return the settings of training with `count` conversions; a single one sees no other batch."""
+    return {"conversions": count or None} if count < 2 else {"conversions": count, "other_batches": other_batches}
 
 
 def _timed(

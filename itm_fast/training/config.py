@@ -327,11 +327,11 @@ class TrainConfig:
         help="Also train each conversion, with negatives of --other-batches; else only the fused feature is trained.",
     )
     other_batches: str = setting(
-        "kept",
+        "trained",
         group=FDF,
-        choices=("kept", "fresh", "trained", "none"),
-        help="Other batches: their features are kept, encoded again (fresh), or train the extractors, too (trained); "
-        "none: negatives of the own batch.",
+        choices=("trained", "kept", "fresh", "none"),
+        help="Other batches: they train the extractors, too (trained), or their features are kept or encoded again "
+        "(fresh); none: negatives of the own batch.",
     )
     online_weight: float = setting(
         0.5, group=FDF, minimum=0, help="Weight of the fused feature's loss beside the realignment."

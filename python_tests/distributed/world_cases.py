@@ -101,7 +101,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "infonce": ("scan", SIZES, {"loss": "infonce", "mining": "all"}),
     "siglip, mss": ("vsepp", SIZES, {"loss": "siglip", "mining": "all", "mean_loss": True, "scenario": "mss"}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),
-    "realigned": ("scan", SIZES, {"conversions": 3}),
+    "realigned": ("scan", SIZES, {"conversions": 3, "other_batches": "kept"}),
     "realigned, fresh": ("scan", SIZES, {"conversions": 3, "other_batches": "fresh"}),
     "realigned, none": ("scan", SIZES, {"conversions": 3, "other_batches": "none"}),
     "realigned patches, fresh": (
@@ -113,7 +113,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"conversions": 3, "other_batches": "trained"},
     ),
     "realigned, selective": (
-        "vse_infty", {**SIZES, "image_encoder": "residual"}, {"conversions": 3, **SELECTIVE},
+        "vse_infty", {**SIZES, "image_encoder": "residual"}, {"conversions": 3, "other_batches": "kept", **SELECTIVE},
     ),
     # Adam's first steps take the sign of a gradient, which rounding turns where that is near zero: small ones, by which
     # the losses of the steps behind them hardly change.

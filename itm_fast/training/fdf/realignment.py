@@ -5,15 +5,15 @@ Image-Text Matching" (AAAI 2025), Algorithm 1 and Eq 6. Where the paper leaves a
 
 - B_1 is the batch of the current step and B_n that of n - 1 steps before. A queue holds the base features, or the
   inputs, of the last N - 1 batches, and conversion n always sees lag n - 1. Terms are left out until their batch
-  exists. If an extractor learns quickly, such as a GRU from random weights, old features differ from new ones in ways
-  that have nothing to do with their content, and the conversions learn that difference. With "fresh", the earlier
-  batches are encoded again. With "none", which is not in the paper, every conversion learns from the negatives of its
-  own batch.
+  exists. With "trained" and "fresh" the earlier batches are encoded again. With "kept" they are not: if an extractor
+  learns quickly, such as a GRU from random weights, old features differ from new ones in ways that have nothing to do
+  with their content, and the conversions learn that difference. With "none", which is not in the paper, every
+  conversion learns from the negatives of its own batch.
 - Pairs of B_n that show the image of a pair of B_1 are not negatives of this pair.
 - Gradients of B_1 reach conversion n and the shared extractor, whose backward runs once on the sum of all gradients.
-  Gradients of B_n reach only conversion n. B_n is converted and scored without gradient; the part that the loss needs
-  is then computed again with gradient. The extractor has gradients from B_1 only, and can lower the loss by moving all
-  of B_1 away from B_n. With "trained", gradients of B_n reach it, too.
+  With "trained", so do those of B_n. With "kept" and "fresh" they reach only conversion n: B_n is converted and scored
+  without gradient, and the part that the loss needs is then computed again with gradient. The extractor then has
+  gradients from B_1 only, and can lower the loss by moving all of B_1 away from B_n.
 - Batch normalization uses the running statistics for B_n in conversions. In an extractor that encodes B_n again it uses
   those of B_n. Neither changes.
 - With several processes, each has the whole of B_n and computes the terms between it and its own pairs of B_1.
@@ -91,8 +91,8 @@ class RealignmentScenario(Scenario):
         batch_size: the maximum number of pairs in a batch.
         image_rows: returns the regions of images by their rows in the training data, as batches contain them, to
             restore a queue. None if batches change them, so that a state contains the regions.
-        other_batches: "kept" keeps the features of the other batches from their own step, "fresh" encodes them with the
-            current extractors, "trained" also trains the extractors with them, and "none" does without them.
+        other_batches: "trained" encodes the other batches with the current extractors and trains these with them,
+            "fresh" only encodes them, "kept" keeps their features from their own step, "none" does without them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RealignmentScenario(Scenario):
         online_weight: float,
         batch_size: int,
         image_rows: Callable[[Tensor], Tensor | Fragments] | None,
-        other_batches: str = "kept",
+        other_batches: str = "trained",
     ) -> None:
         super().__init__([target], 1.0)
         if not isinstance(target.model, FDF):
