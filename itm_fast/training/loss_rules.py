@@ -197,9 +197,11 @@ def present_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     has_risks = values["scenario"] == "addr" and values["addr"] != "base"
     has_network = values["conversions"] is not None and values["conversion_layer"] == "ffn"
+    has_others = values["realignment"] and (values["conversions"] or 0) > 1
     changed = (
         ("risk_aggregation", has_risks, "sum", "mean"),
         ("conversion_residual", has_network, False, True),
+        ("other_batches", has_others, "kept", "trained"),
     )
     return {name: now for name, has_effect, before, now in changed if not has_effect and values[name] == before}
 

@@ -11,6 +11,7 @@ import yaml
 from itm_fast import cli, config, models
 from itm_fast.training import TrainConfig, recipes
 from itm_fast.training.config import read_yaml
+from itm_fast.training.loss_rules import without_idle
 from itm_fast.training.schedule import learning_rate
 from python_tests.helpers.concepts import write_concepts
 
@@ -427,8 +428,7 @@ def test_later_settings_win_and_model_options_are_merged() -> None:
         ("dbl-mss-f30k", "--scenario single", {"boosting": None, "scenario": "single"}),
         ("dbl-mss-f30k", "--boosting dml", {"boosting": "dml", "boosting_mining": "hardest", "boosting_alpha": 0.5}),
         ("addr-scan-f30k", "--scenario single", {"addr": None, "domain_margin": 0.05, "beta1": 0.5}),
-        ("fdf-chan-bert-f30k", "--no-realignment", {"other_batches": "trained", "conversions": 8}),
-        ("fdf-chan-bert-f30k", "--conversions 1", {"other_batches": "trained", "conversions": 1}),
+        ("fdf-scan-f30k", "--no-realignment", {"online_weight": 0.5, "conversions": 8}),
         ("vse-fc-f30k", "--loss polynomial", {"mining": "hardest", "margin": 0.2, "mean_loss": True}),
         ("saf-f30k", "--loss cmpm --mining all --margin 0.2", {"mining": "all", "lr": 2e-4}),
         ("vse-infty-f30k", "--loss cmpm --mining all", {"mining": "all", "warmup_epochs": 0}),
@@ -440,6 +440,14 @@ def test_what_a_recipe_says_gives_way_with_what_it_is_for(
     small = ("--epochs", "1", "--batch-size", "50", "--model-option", "embed_dim=8", "--model-option", "word_dim=6")
     got = trained_with(data, tmp_path / "run", "--recipe", recipe, *given.split(), *small)
     assert {name: got[name] for name in wanted} == wanted
+
+
+def test_the_other_batches_of_a_recipe_give_way_where_there_are_none() -> None:
+    recipe = recipes.load("fdf-chan-bert-f30k").settings
+    assert recipe["other_batches"] == "kept"
+    for given in ({"realignment": False}, {"conversions": 1}):
+        assert "other_batches" not in without_idle(recipe, given)
+    assert without_idle(recipe, {"conversions": 4}) == recipe
 
 
 def test_what_is_given_beside_a_recipe_is_not_given_in_vain(

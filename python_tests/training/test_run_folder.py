@@ -117,11 +117,14 @@ def test_a_folder_without_write_permission_is_named(
 @pytest.mark.parametrize(
     ("settings", "idle", "kept"),
     [
-        ({}, {"risk_aggregation": "sum", "conversion_residual": False}, {}),
+        ({}, {"risk_aggregation": "sum", "conversion_residual": False, "other_batches": "kept"}, {}),
         ({"scenario": "addr", "addr": "base"}, {"risk_aggregation": "sum"}, {}),
         ({"scenario": "addr"}, {"conversion_residual": False}, {"risk_aggregation": "sum"}),
         ({"conversions": 2, "conversion_layer": "adapter"}, {"conversion_residual": False}, {}),
         ({"conversions": 2}, {"risk_aggregation": "sum"}, {"conversion_residual": False}),
+        ({"conversions": 2}, {}, {"other_batches": "kept"}),
+        ({"conversions": 2, "realignment": False}, {"other_batches": "kept"}, {}),
+        ({"conversions": 1}, {"other_batches": "kept"}, {}),
     ],
 )
 def test_runs_with_former_defaults_resume(
