@@ -162,8 +162,16 @@ def test_gradients_in_bfloat16_are_as_near_to_float64_as_rounding_lets_them(data
     options = {**OPTIONS, "word_dropout": 0.0}
     low, plain, double = (
         make_trainer(
-            config(data, tmp_path, model_options=options, conversions=3, other_batches="kept", margin=3.0, grad_clip=0.0,
-                   precision=precision)
+            config(
+                data,
+                tmp_path,
+                model_options=options,
+                conversions=3,
+                other_batches="kept",
+                margin=3.0,
+                grad_clip=0.0,
+                precision=precision,
+            )
         )
         for precision in ("bfloat16", "float32", "float32")
     )
@@ -375,7 +383,11 @@ def test_images_of_fewer_regions_are_read_again_from_the_data(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     "changes",
-    [{"conversions": 2, "other_batches": "kept"}, {"conversions": 2, "other_batches": "trained"}, {"conversions": None, "micro_batch": 5}],
+    [
+        {"conversions": 2, "other_batches": "kept"},
+        {"conversions": 2, "other_batches": "trained"},
+        {"conversions": None, "micro_batch": 5},
+    ],
 )
 def test_a_run_resumed_after_validation_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
