@@ -79,8 +79,8 @@ def _fresh(host: Mapping[str, Any]) -> str:
         f"{kept} `fresh` encodes N - 1 more batches of captions, without gradient:\n\n{table(lines)}\n\n"
         f"`fresh` adds {_seconds(seconds['`fresh`'] - seconds['`kept`'])} here; the host alone encodes a batch of "
         f"captions without gradient in {_seconds(alone['captions']['median_s'])}. Memory is that of a process with the "
-        "model, its optimiser, its queue and three batches, in one run. `trained`, which also keeps the graphs of the "
-        "other batches, was not measured."
+        "model, its optimiser, its queue and three batches, in one run. `trained`, the default, which also keeps the "
+        "graphs of the other batches, was not measured."
     )
 
 

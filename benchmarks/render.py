@@ -185,9 +185,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "coco": coco,
     },
     PERFORMANCE / "search.md": {
-        "search": measured("search", search.markdown, "python -m benchmarks.search --run runs/demo --json {}"),
+        "search": measured("search", search.markdown, "python -m benchmarks.search --run RUN --json {}"),
         "search_pooling": measured(
-            "search_pooling", search_pooling.markdown, "python -m benchmarks.search_pooling --run runs/demo --json {}"
+            "search_pooling", search_pooling.markdown, "python -m benchmarks.search_pooling --run RUN --json {}"
         ),
         "search_engines": measured(
             "search_engines", search_engines.markdown, "python -m benchmarks.search_engines --json {}"

@@ -1,6 +1,6 @@
 """Measure indexes of synthetic images: building, opening, searching, memory and recall.
 
-    python -m benchmarks.search --run runs/demo --json benchmarks/results/search.json
+    python -m benchmarks.search --run RUN --json benchmarks/results/search.json
 
 The images are drawn from a normal distribution with the means and covariances of the embeddings of all emoji, within
 and between pictures (`benchmarks.search_images`). The pooling is learned from other images of the same distribution.

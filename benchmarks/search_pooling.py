@@ -1,6 +1,6 @@
 """Measure how well pooled vectors find what cross-attention ranks first.
 
-    python -m benchmarks.search_pooling --run runs/demo --json benchmarks/results/search_pooling.json
+    python -m benchmarks.search_pooling --run RUN --json benchmarks/results/search_pooling.json
 
 The gallery is all 3,621 bundled emoji; the queries are captions of dev and test, which neither the model nor a pooling
 was trained on. Recall is the share of the ten images with the best scores that are among the candidates. The exact

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from itm_fast.report import Report
     from itm_fast.training import TrainConfig, TrainResult
 
-# Chosen on the dev split. One epoch takes about 9 seconds on two cores with AVX-512.
+# Chosen on the dev split.
 SETTINGS: dict[str, Any] = {
     "model": "scan",
     "model_options": {
@@ -63,7 +63,7 @@ def demo(
     ] = False,
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8080,
 ) -> None:
-    """Train SCAN on the bundled emoji, evaluate it on unseen pictures, and write a report and a search index.
+    """Train SCAN with RAR on the bundled emoji, evaluate it on unseen pictures, and write a report and a search index.
 
     The model learns from the raw pixels of 2,800 emoji. The report then searches 500 unseen pictures by caption, and
     captions by picture. The index next to the run directory holds these pictures.
@@ -243,7 +243,7 @@ def _facts(
         ("Steps", f"{result.steps:,} of {config.batch_size} pairs; epochs: {config.epochs}"),
         ("Negatives", _negatives(config)),
         ("Best on dev", f"step {result.best_step:,}, sum of recalls {result.best['rsum']:.1f}"),
-        ("Scores", f"{info['dispatch']['regulated_scores']['cpu']} operator"),
+        ("Kernels of the scores", info["dispatch"]["regulated_scores"]["cpu"]),
         ("Processor", processor_name()),
         ("Threads", str(torch.get_num_threads())),
         ("Software", f"itm_fast {itm_fast.__version__}, torch {torch.__version__}, Python {platform.python_version()}"),

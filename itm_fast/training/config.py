@@ -330,8 +330,8 @@ class TrainConfig:
         "trained",
         group=FDF,
         choices=("trained", "kept", "fresh", "none"),
-        help="Other batches: they train the extractors, too (trained), or their features are kept or encoded again "
-        "(fresh); none: negatives of the own batch.",
+        help="Other batches: encoded again, training the extractors, too (trained) or not (fresh), or as in their own "
+        "step (kept); none: negatives of the own batch.",
     )
     online_weight: float = setting(
         0.5, group=FDF, minimum=0, help="Weight of the fused feature's loss beside the realignment."

@@ -120,8 +120,8 @@ def test_the_tables() -> None:
         "| `fresh` | 30.5 s | +52 % | 3,600 MB | +20 % |",
         "",
         "`fresh` adds 4.50 s here; the host alone encodes a batch of captions without gradient in 4.00 s. Memory is "
-        "that of a process with the model, its optimiser, its queue and three batches, in one run. `trained`, which "
-        "also keeps the graphs of the other batches, was not measured.",
+        "that of a process with the model, its optimiser, its queue and three batches, in one run. `trained`, the "
+        "default, which also keeps the graphs of the other batches, was not measured.",
     ]
     assert lines[24:27] == [
         "| 4 | +350 % | +30 % | +0 % | +17 % | 1.0e-07 | 2.5e-06 | 1 |",

@@ -338,6 +338,7 @@ def settings_of(data: Path, out: Path, **changes: object):
         {"other_batches": "fresh", "region_augmentation": 0.3, "text_augmentation": 0.4},
         {"other_batches": "none"},
         {"other_batches": "trained", "model_options": {**OPTIONS, "image_encoder": "residual"}},
+        {"other_batches": "trained", "precision": "bfloat16"},
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(

@@ -379,6 +379,8 @@ def test_a_recipe_holds_the_published_numbers(name: str) -> None:
     expected = {"model": model, **EVERYWHERE, **numbers, "model_options": options}
     assert recipe.settings == {setting: value for setting, value in expected.items() if value is not None}
     settings = config.build(TrainConfig, {"data": "d", "out": "o", **recipe.settings})
+    if name.startswith("fdf-"):
+        assert settings.other_batches == ("kept" if "bert" in name else "trained")
     if settings.lr_decay_unit == "step":
         rates = [learning_rate(settings, step, 7) for step in (0, 7999, 8000, 16_000, 10**6)]
         assert rates == pytest.approx([*[numbers["lr"]] * 2, numbers["lr"] / 5, max(numbers["lr"] / 25, 1e-5), 1e-5])
@@ -428,7 +430,6 @@ def test_later_settings_win_and_model_options_are_merged() -> None:
         ("dbl-mss-f30k", "--scenario single", {"boosting": None, "scenario": "single"}),
         ("dbl-mss-f30k", "--boosting dml", {"boosting": "dml", "boosting_mining": "hardest", "boosting_alpha": 0.5}),
         ("addr-scan-f30k", "--scenario single", {"addr": None, "domain_margin": 0.05, "beta1": 0.5}),
-        ("fdf-scan-f30k", "--no-realignment", {"online_weight": 0.5, "conversions": 8}),
         ("vse-fc-f30k", "--loss polynomial", {"mining": "hardest", "margin": 0.2, "mean_loss": True}),
         ("saf-f30k", "--loss cmpm --mining all --margin 0.2", {"mining": "all", "lr": 2e-4}),
         ("vse-infty-f30k", "--loss cmpm --mining all", {"mining": "all", "warmup_epochs": 0}),
@@ -444,9 +445,10 @@ def test_what_a_recipe_says_gives_way_with_what_it_is_for(
 
 def test_the_other_batches_of_a_recipe_give_way_where_there_are_none() -> None:
     recipe = recipes.load("fdf-chan-bert-f30k").settings
-    assert recipe["other_batches"] == "kept"
-    for given in ({"realignment": False}, {"conversions": 1}):
-        assert "other_batches" not in without_idle(recipe, given)
+    names = {"other_batches", "online_weight"}
+    assert names <= set(recipe)
+    assert set(recipe) - set(without_idle(recipe, {"realignment": False})) == names
+    assert set(recipe) - set(without_idle(recipe, {"conversions": 1})) == {"other_batches"}
     assert without_idle(recipe, {"conversions": 4}) == recipe
 
 
