@@ -113,7 +113,7 @@ OF_SETS, OF_IMAGES, OF_EMBEDDINGS = "sizes of sets of fragments", "embeddings of
 DENSE = [OF_IMAGES, "scores"]
 RAGGED = [OF_SETS, *DENSE]
 AFTER = [OF_EMBEDDINGS, WEIGHTS]
-OF_PAIRS, BASE = "sums of each process's losses", "base features of {}, `{}` numbers"
+OF_PAIRS, OF_REGIONS = "sums of each process's losses", "regions or base features of images, `b` numbers"
 # For the fused feature, for the first conversion, and for the pairs with one earlier batch.
 REALIGNED = [WORD, *RAGGED, *RAGGED, OF_PAIRS, OF_EMBEDDINGS, *AFTER]
 RUNNING = "running statistics, `r` numbers"
@@ -128,8 +128,8 @@ ROWS = {
     ],
     "normalised in micro-batches": [WORD, *DENSE, RUNNING, *AFTER],
     "addr": [WORD, *RAGGED, OF_SETS, "words, `m` numbers", OF_PAIRS, "gradients of the words", *AFTER],
-    "realigned": [*REALIGNED, OF_SETS, BASE.format("images", "b"), OF_SETS, BASE.format("captions", "t")],
-    "realigned, fresh": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "`l` token ids instead"],
+    "realigned": [*REALIGNED, OF_SETS, OF_REGIONS, "`l` token ids"],
+    "realigned, kept": [*REALIGNED, OF_SETS, OF_REGIONS, OF_SETS, "base features of captions instead, `t` numbers"],
     # For the fused feature and for three conversions.
     "realigned, none": [WORD, *RAGGED, *RAGGED, *RAGGED, *RAGGED, OF_EMBEDDINGS, OF_EMBEDDINGS, OF_EMBEDDINGS, *AFTER],
 }  # fmt: skip

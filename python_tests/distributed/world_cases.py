@@ -101,8 +101,8 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "infonce": ("scan", SIZES, {"loss": "infonce", "mining": "all"}),
     "siglip, mss": ("vsepp", SIZES, {"loss": "siglip", "mining": "all", "mean_loss": True, "scenario": "mss"}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),
-    "realigned": ("scan", SIZES, {"conversions": 3, "other_batches": "kept"}),
-    "realigned, fresh": ("scan", SIZES, {"conversions": 3, "other_batches": "fresh"}),
+    "realigned": ("scan", SIZES, {"conversions": 3}),
+    "realigned, kept": ("scan", SIZES, {"conversions": 3, "other_batches": "kept"}),
     "realigned, none": ("scan", SIZES, {"conversions": 3, "other_batches": "none"}),
     "realigned patches, fresh": (
         "scan", {**SIZES, "feature_dim": 12, "image_encoder": "patches"},

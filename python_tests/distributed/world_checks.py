@@ -37,7 +37,7 @@ from python_tests.distributed.world_cases import (
 # For the first cases, the steps of a plain model are counted; for the others, those of a scenario.
 TRAVELS = (
     "scan", "vsepp", "saf", "normalised", "scan in micro-batches", "normalised in micro-batches", "addr", "realigned",
-    "realigned, fresh", "realigned, none",
+    "realigned, kept", "realigned, none",
 )  # fmt: skip
 # Two and four processes share these captions evenly, with equal numbers of tokens.
 EVEN, LENGTH = 8, 5
