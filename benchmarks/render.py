@@ -57,7 +57,7 @@ EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-scenes", "demo-rar"]
 EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-anchors", "dbl-half", "dbl-variants"]
 EXPERIMENTS["addr"].append("addr-regions")
-EXPERIMENTS["selhn"] += ["selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
+EXPERIMENTS["selhn"] += ["selhn-rates", "selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 EXPERIMENTS["fdf"] += ["fdf-ensemble", "fdf-variants", "fdf-start", "fdf-chan-seeds", "fdf-trained", "fdf-heads"]
 
 
