@@ -160,7 +160,9 @@ def test_models_train_on_changed_and_evaluate_on_unchanged_captions(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     options = {**OPTIONS, "alignment_dim": 8} if model == "sgraf" else OPTIONS
-    named: dict[str, Any] = {"model": "scan", "conversions": 2} if model == "fdf" else {"model": model}
+    named: dict[str, Any] = {"model": model}
+    if model == "fdf":
+        named = {"model": "scan", "conversions": 2, "other_batches": "kept"}
     if model == "oscar":
         named, options = (
             {
