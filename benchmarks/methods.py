@@ -96,8 +96,10 @@ def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _conversions(count: int, other_batches: str) -> dict[str, Any]:
-    """Return the settings of training with `count` conversions; a single one sees no other batch."""
-    return {"conversions": count or None} if count < 2 else {"conversions": count, "other_batches": other_batches}
+    """Return the settings of training with `count` conversions, 0 for the host alone."""
+    if count < 2:
+        return {"conversions": count or None}  # A single conversion sees no other batch.
+    return {"conversions": count, "other_batches": other_batches}
 
 
 def _timed(
