@@ -1,4 +1,4 @@
-"""Write the tables of the README and of pages under docs/, or check that they are up to date.
+"""Write the tables of the README and of pages under docs/, draw the papers' claims, or check both.
 
     python -m benchmarks.render            # rewrites them
     python -m benchmarks.render --check    # exit status 1 if one differs from the results and the cost model
@@ -43,14 +43,16 @@ from benchmarks import (
 )
 from benchmarks.cpu_table import markdown, of_amx, summary
 from benchmarks.experiments.files import Experiment
+from benchmarks.experiments.forest import draw_claims, source
 from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import with_winners
-from benchmarks.experiments.verdicts import counted, in_short, verdicts_of_papers
+from benchmarks.experiments.verdicts import counted, in_short, judged, verdicts_of_papers
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PERFORMANCE = ROOT / "docs" / "performance"
+IMAGES = ROOT / "docs" / "images"
 # The pages of results by the papers' short names, and the experiments on their claims.
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
@@ -228,6 +230,18 @@ def rendered(page: Path, text: str) -> str:
     return text
 
 
+def figure(page: Path, check: bool) -> None:
+    """Draw the claims of a paper for its page of results; with `check`, exit if the figure shows others."""
+    name = page.stem
+    if page.parent != PERFORMANCE / "results" or name not in EXPERIMENTS:
+        return
+    path, found = IMAGES / f"claims-{name}.svg", judged(claimed(name))
+    if not check:
+        draw_claims(path, found)
+    elif not path.is_file() or path.read_text().splitlines()[-1] != source(found):
+        sys.exit(f"{path.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Render the benchmark tables of the README and of docs/.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
@@ -239,6 +253,7 @@ def main() -> None:
             sys.exit(f"{page.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
         if not options.check:
             page.write_text(wanted)
+        figure(page, options.check)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the results of an experiment say of its claims: differences paired by seed, with intervals.
 
-Inside: `verdicts`, `verdicts_of_papers`, `counted`, `in_short`, `interval`.
+Inside: `verdicts`, `verdicts_of_papers`, `counted`, `in_short`, `judged`, `interval`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,59 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from benchmarks.experiments.ensembles import ensemble_result
 from benchmarks.experiments.files import MEASURES, Claim, Ensemble, Experiment
 from benchmarks.experiments.results import result_of
 
-__all__ = ["counted", "in_short", "interval", "verdicts", "verdicts_of_papers"]
+__all__ = ["Measured", "Verdict", "counted", "in_short", "interval", "judged", "verdicts", "verdicts_of_papers"]
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 _QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+# Experiments with the folders of their results.
+Measured = Sequence[tuple[Experiment, Path]]
+
+
+@attrs.frozen
+class Verdict:
+    """What the results say of a claim: differences by seed, and the number of seeds with a run that diverged."""
+
+    claim: Claim
+    differences: Sequence[float]
+    diverged: int = 0
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.differences)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of the mean; None with fewer than two seeds, or if a run diverged."""
+        return interval(self.differences) if len(self.differences) > 1 and not self.diverged else None
+
+    @property
+    def word(self) -> str:
+        """The verdict: holds, fails, open or not run."""
+        if not self.differences and not self.diverged:
+            return "not run"
+        low, high = self.interval or (-math.inf, math.inf)
+        return "holds" if low > 0 else "fails" if high < 0 else "open"
+
+    def cells(self) -> list[str]:
+        """Return seeds, difference, interval and verdict as the cells of a table."""
+        digits = 3 if self.claim.of == "mean_distance" else 1
+        seeds = str(len(self.differences))
+        shown = f"{self.mean:+.{digits}f}" if self.differences else "diverged" if self.diverged else "not run"
+        if self.interval is not None:
+            low, high = self.interval
+            return [seeds, shown, f"{low:+.{digits}f} to {high:+.{digits}f}", f"**{self.word}**"]
+        if not self.differences:
+            return [seeds, shown, "", self.word]
+        why = f"{self.diverged} seed{'s' * (self.diverged > 1)} diverged" if self.diverged else "one seed"
+        return [seeds, shown, why, self.word]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -36,13 +81,9 @@ def verdicts(experiment: Experiment, results: Path) -> list[str]:
     lines = ["", f"| {' | '.join(heads)} |", "| --- | --- | --- | ---: | ---: | ---: | --- |"]
     for claim in experiment.claims:
         rows = f"{claim.row} minus {claim.over}"
-        cells = [claim.text, rows, MEASURES[claim.of], *_verdict(experiment, claim, results)]
+        cells = [claim.text, rows, MEASURES[claim.of], *_verdict(experiment, claim, results).cells()]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-# Experiments with the folders of their results.
-Measured = Sequence[tuple[Experiment, Path]]
 
 
 def verdicts_of_papers(papers: Mapping[str, tuple[str, Measured]]) -> str:
@@ -56,7 +97,7 @@ def verdicts_of_papers(papers: Mapping[str, tuple[str, Measured]]) -> str:
     for paper, (page, experiments) in papers.items():
         for experiment, results in experiments:
             for claim in experiment.claims:
-                verdict, cost = _verdict(experiment, claim, results), _cost(experiment, claim, results)
+                verdict, cost = _verdict(experiment, claim, results).cells(), _cost(experiment, claim, results)
                 cells = [f"[{paper}]({page})", claim.text, MEASURES[claim.of], *verdict, cost]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -66,7 +107,7 @@ def counted(papers: Mapping[str, tuple[str, Measured]]) -> str:
     """Render a table of the numbers of claims that hold, fail and are open; `papers` as in `verdicts_of_papers`."""
     lines = ["| paper | claims that hold | that fail | open |", "| --- | ---: | ---: | ---: |"]
     for paper, (page, experiments) in papers.items():
-        found = [verdict[-1].strip("*") for _, verdict in _verdicts(experiments)]
+        found = [verdict.word for verdict in judged(experiments)]
         numbers = [str(found.count(verdict)) for verdict in ("holds", "fails", "open")]
         lines.append(f"| [{paper}]({page}) | {' | '.join(numbers)} |")
     return "\n".join([*lines, ""])
@@ -76,14 +117,14 @@ def in_short(experiments: Measured) -> str:
     """Return a list of the claims that hold or fail, with their differences, and the numbers of the others."""
     lines: dict[str, list[str]] = {"holds": [], "fails": []}
     others = {"open": 0, "not run": 0}
-    for claim, (seeds, difference, interval, cell) in _verdicts(experiments):
-        verdict = cell.strip("*")
-        if verdict in others:
-            others[verdict] += 1
+    for verdict in judged(experiments):
+        if verdict.word in others:
+            others[verdict.word] += 1
             continue
-        measure = "" if claim.of == "rsum" else f" {MEASURES[claim.of]}"
-        shown = f"{claim.text}, {difference}{measure} ({interval}; {seeds} seeds)"
-        lines[verdict].append(f"- **{verdict.capitalize()}**: {shown}.\n")
+        seeds, difference, shown, _ = verdict.cells()
+        measure = "" if verdict.claim.of == "rsum" else f" {MEASURES[verdict.claim.of]}"
+        shown = f"{verdict.claim.text}, {difference}{measure} ({shown}; {seeds} seeds)"
+        lines[verdict.word].append(f"- **{verdict.word.capitalize()}**: {shown}.\n")
     decided = [*lines["holds"], *lines["fails"]]
     other = " other" if decided else ""
     counts = [
@@ -94,12 +135,9 @@ def in_short(experiments: Measured) -> str:
     return "".join([*decided, *counts])
 
 
-def _verdicts(experiments: Measured) -> list[tuple[Claim, list[str]]]:
-    return [
-        (claim, _verdict(experiment, claim, results))
-        for experiment, results in experiments
-        for claim in experiment.claims
-    ]
+def judged(experiments: Measured) -> list[Verdict]:
+    """Return the verdicts on all claims of experiments, in their order."""
+    return [_verdict(experiment, claim, results) for experiment, results in experiments for claim in experiment.claims]
 
 
 def _cost(experiment: Experiment, claim: Claim, results: Path) -> str:
@@ -136,8 +174,8 @@ def _of_ensemble(experiment: Experiment, ensemble: Ensemble, results: Path) -> d
     return next(diverged, None) or ensemble_result(experiment, ensemble, results)
 
 
-def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
-    """Return seeds, difference, interval and verdict. A claim stays open if a run that it compares diverged."""
+def _verdict(experiment: Experiment, claim: Claim, results: Path) -> Verdict:
+    """Return the verdict on a claim. It stays open if a run that it compares diverged."""
     values: list[dict[int, float]] = []
     diverged: set[int] = set()
     for row in (claim.row, claim.over):
@@ -145,15 +183,4 @@ def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
         values.append({seed: result["test"][claim.of] for seed, result in found.items() if result and result["test"]})
         diverged |= {seed for seed, result in found.items() if result and "diverged" in result}
     seeds = sorted(set(values[0]) & set(values[1]))
-    if not seeds:
-        return ["0", "diverged", "", "open"] if diverged else ["0", "not run", "", "not run"]
-    differences = [values[0][seed] - values[1][seed] for seed in seeds]
-    digits = 3 if claim.of == "mean_distance" else 1
-    shown = f"{statistics.mean(differences):+.{digits}f}"
-    if diverged:
-        return [str(len(seeds)), shown, f"{len(diverged)} seed{'s' * (len(diverged) > 1)} diverged", "open"]
-    if len(seeds) < 2:
-        return ["1", shown, "one seed", "open"]
-    low, high = interval(differences)
-    verdict = "holds" if low > 0 else "fails" if high < 0 else "open"
-    return [str(len(seeds)), shown, f"{low:+.{digits}f} to {high:+.{digits}f}", f"**{verdict}**"]
+    return Verdict(claim, [values[0][seed] - values[1][seed] for seed in seeds], len(diverged))

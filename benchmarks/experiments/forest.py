@@ -1,0 +1,70 @@
+"""A figure of all claims of a paper: mean differences of the sums of recalls with their intervals.
+
+Inside: `draw_claims`, `source`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+
+from benchmarks.experiments.verdicts import Verdict
+from itm_fast.files import atomic
+from itm_fast.report.comparison import point_style, write_figure
+
+__all__ = ["draw_claims", "source"]
+
+# Verdicts in the order of the legend.
+_WORDS = ("open", "fails", "holds")
+# Differences shown; what lies beyond is written as a number.
+_LIMIT = 60.0
+_ROW = 0.19  # Inches.
+
+
+def draw_claims(path: Path, found: Sequence[Verdict]) -> None:
+    """Draw claims by the sum of recalls, from top to bottom; the last line of the file identifies what it shows.
+
+    Claims that were compared by other measures, or have no interval, are left out.
+    """
+    shown = _shown(found)
+    with write_figure(path, _WORDS, size=(9.6, 1.2 + _ROW * len(shown)), points=True) as figure:
+        axes = figure.subplots()
+        for row, verdict in enumerate(shown):
+            _draw(axes, row, verdict)
+        axes.axvline(0.0, color="#000000", linewidth=0.8)
+        axes.set_yticks(range(len(shown)), [one.claim.text for one in shown], fontsize=8.5)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlim(-_LIMIT, _LIMIT)
+        axes.set_xlabel("difference of the sums of recalls")
+        axes.tick_params(length=0)
+        axes.grid(axis="y", visible=False)
+    atomic.write_text(path, f"{path.read_text(encoding='utf-8').rstrip()}\n{source(found)}\n")
+
+
+def source(found: Sequence[Verdict]) -> str:
+    """Return the last line of a figure of these verdicts."""
+    kept = [[one.claim.text, one.word, one.mean, one.interval] for one in _shown(found)]
+    return f"<!-- drawn from {hashlib.sha256(json.dumps(kept).encode()).hexdigest()} -->"
+
+
+def _shown(found: Sequence[Verdict]) -> list[Verdict]:
+    return [one for one in found if one.claim.of == "rsum" and one.interval is not None]
+
+
+def _draw(axes: Axes, row: int, verdict: Verdict) -> None:
+    low, high = verdict.interval or (verdict.mean, verdict.mean)
+    style = point_style(_WORDS.index(verdict.word)) | {"alpha": 1.0, "markersize": 4.5}
+    axes.plot([low, high], [row, row], color=style["color"], linewidth=1.4)
+    if abs(verdict.mean) < _LIMIT:
+        axes.plot([verdict.mean], [row], **style)
+        return
+    side = 1 if verdict.mean > 0 else -1
+    axes.annotate(
+        f"{verdict.mean:+.0f}", (side * _LIMIT, row), (-4 * side, 0), textcoords="offset points", fontsize=8.5,
+        ha="right" if side > 0 else "left", va="center", color=style["color"],
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+    )  # fmt: skip

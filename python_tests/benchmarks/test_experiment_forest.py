@@ -1,0 +1,55 @@
+"""The figures of a paper's claims."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import render
+from benchmarks.experiments.files import Claim
+from benchmarks.experiments.forest import draw_claims, source
+from benchmarks.experiments.verdicts import Verdict
+
+
+def verdict(text: str, *differences: float, of: str = "rsum") -> Verdict:
+    return Verdict(Claim(text, "new", "old", of), differences)
+
+
+FOUND = [
+    verdict("it helps", 9.9, 10.1),
+    verdict("it harms", -200.5, -201.5),
+    verdict("who knows", -80.0, 300.0),
+    verdict("one seed only", 5.0),
+    verdict("it sets scores apart", 0.1, 0.11, of="mean_distance"),
+]
+
+
+def test_claims_with_an_interval_of_recalls_are_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "claims.svg"
+    draw_claims(path, FOUND)
+    text = path.read_text()
+    drawn = [one.claim.text for one in FOUND if f"<!-- {one.claim.text} -->" in text]
+    assert drawn == ["it helps", "it harms", "who knows"]
+    # Means beyond the edges are numbers.
+    numbers = [mean for mean in ("+10", "-201", "+110") if f"<!-- {mean} -->" in text]
+    assert numbers == ["-201", "+110"]
+    assert text.splitlines()[-1] == source(FOUND) == source(FOUND[:3])
+    assert source(FOUND) != source([verdict("it helps", 9.9, 10.2), *FOUND[1:]])
+
+
+def test_a_figure_of_other_results_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = render.PERFORMANCE / "results" / "rcar.md"
+    monkeypatch.setattr(render, "ROOT", tmp_path)
+    monkeypatch.setattr(render, "IMAGES", tmp_path)
+    monkeypatch.setattr(render, "claimed", lambda name: [])
+    monkeypatch.setattr(render, "judged", lambda experiments: found)
+    found = FOUND
+    with pytest.raises(SystemExit, match=r"^claims-rcar\.svg is out of date: run python -m benchmarks\.render$"):
+        render.figure(page, check=True)
+    render.figure(page, check=False)
+    render.figure(page, check=True)
+    found = FOUND[1:]
+    with pytest.raises(SystemExit, match="out of date"):
+        render.figure(page, check=True)
+    # The methods' pages have no figure of claims.
+    render.figure(render.ROOT / "docs" / "methods" / "dbl.md", check=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["claims-rcar.svg"]
