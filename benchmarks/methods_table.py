@@ -120,7 +120,7 @@ def _products(row: Mapping[str, Any]) -> int:
 
 def _bar(ratio: float, bar: float) -> str:
     found = 100 * (ratio - 1)
-    return f"+{bar:g} %, met" if found <= bar else f"+{bar:g} %, missed by {found - bar:.0f} points"
+    return f"+{bar:g} %, met" if found <= bar else f"+{bar:g} %, missed by {round(found) - bar:.0f} points"
 
 
 def _bound(rows: Mapping[str, Any], published: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-continued", "dbl-half", "dbl-variants",
     "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads",
-    "fdf-start", "fdf-trained", "fdf-variants", "rcar-ablations", "rcar-claims", "rcar-epochs", "rcar-grid",
+    "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations", "rcar-claims", "rcar-epochs", "rcar-grid",
     "rcar-rates", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims",
     "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
@@ -34,7 +34,7 @@ COMPLETE = [
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
-    "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "planned/fdf-vse": {"epochs"},
+    "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "fdf-vse": {"epochs"},
     "planned/fdf-rates": {"epochs"},
 }  # fmt: skip
 
