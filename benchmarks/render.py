@@ -246,7 +246,7 @@ def figure(page: Path, check: bool) -> None:
     path, found = IMAGES / f"claims-{name}.svg", judged(claimed(name))
     if not check:
         draw_claims(path, found)
-    elif not path.is_file() or path.read_text().splitlines()[-1] != source(found):
+    elif not path.is_file() or not path.read_text(encoding="utf-8").endswith(f"{source(found)}\n"):
         sys.exit(f"{path.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
 
 

@@ -47,7 +47,10 @@ def draw_claims(path: Path, found: Sequence[Verdict]) -> None:
 
 def source(found: Sequence[Verdict]) -> str:
     """Return the last line of a figure of these verdicts."""
-    kept = [[one.claim.text, one.word, one.mean, one.interval] for one in _shown(found)]
+    kept = [
+        [one.claim.text, one.word, *(round(value, 3) for value in (one.mean, *(one.interval or ())))]
+        for one in _shown(found)
+    ]
     return f"<!-- drawn from {hashlib.sha256(json.dumps(kept).encode()).hexdigest()} -->"
 
 
@@ -56,9 +59,9 @@ def _shown(found: Sequence[Verdict]) -> list[Verdict]:
 
 
 def _draw(axes: Axes, row: int, verdict: Verdict) -> None:
-    low, high = verdict.interval or (verdict.mean, verdict.mean)
+    assert verdict.interval is not None
     style = point_style(_WORDS.index(verdict.word)) | {"alpha": 1.0, "markersize": 4.5}
-    axes.plot([low, high], [row, row], color=style["color"], linewidth=1.4)
+    axes.plot(verdict.interval, [row, row], color=style["color"], linewidth=1.4)
     if abs(verdict.mean) < _LIMIT:
         axes.plot([verdict.mean], [row], **style)
         return

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import render
+from benchmarks.experiments import forest
 from benchmarks.experiments.files import Claim
 from benchmarks.experiments.forest import draw_claims, source
 from benchmarks.experiments.verdicts import Verdict
+from itm_fast.report.comparison import point_style
 
 
 def verdict(text: str, *differences: float, of: str = "rsum") -> Verdict:
@@ -34,6 +37,16 @@ def test_claims_with_an_interval_of_recalls_are_drawn(tmp_path: Path) -> None:
     assert numbers == ["-201", "+110"]
     assert text.splitlines()[-1] == source(FOUND) == source(FOUND[:3])
     assert source(FOUND) != source([verdict("it helps", 9.9, 10.2), *FOUND[1:]])
+
+
+@pytest.mark.parametrize(("one", "word"), [(FOUND[0], "holds"), (FOUND[1], "fails"), (FOUND[2], "open")])
+def test_a_claim_is_drawn_as_its_interval_and_its_mean(one: Verdict, word: str) -> None:
+    axes = Figure().subplots()
+    forest._draw(axes, 3, one)
+    line, *means = axes.lines
+    assert (tuple(line.get_xdata()), list(line.get_ydata())) == (one.interval, [3, 3])
+    assert line.get_color() == point_style(("open", "fails", "holds").index(word))["color"]
+    assert [list(mean.get_xdata()) for mean in means] == ([[one.mean]] if abs(one.mean) < 60 else [])
 
 
 def test_a_figure_of_other_results_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,11 +182,14 @@ def test_a_page_is_made_from_nothing_by_one_command(
     assert page.read_text() == text
     # Sections of benchmarks.render belong to the page, too.
     monkeypatch.setitem(render.PAGES, page.resolve(), {"verdict": lambda: "It holds.\n"})
+    drawn: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(render, "figure", lambda page, check: drawn.append((page, check)))
     section = "<!-- benchmark verdict -->\n{}<!-- end of benchmark verdict -->\n"
     page.write_text(text + section.format(""))
     assert tool.main(["page", str(page), "--check"]) == 1
     assert tool.main(["page", str(page)]) == 0
     assert page.read_text() == text + section.format("It holds.\n")
+    assert drawn == [(page.resolve(), True), (page.resolve(), False)]
     capsys.readouterr()
     (tmp_path / "small.yaml").rename(tmp_path / "other.yaml")
     assert tool.main(["page", str(page)]) == 1

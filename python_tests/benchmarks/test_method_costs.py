@@ -147,6 +147,9 @@ def test_the_tables() -> None:
     assert "| `kept` | 22.0 s | +10 % | not run |  |" in text
     assert "| 2 | +10 % | +14 %, met | +1 % | +4.9 %, met | +0 % |" in text
     assert "multiplies every region" not in text
+    # Points are those between the shown numbers.
+    met["fdf"]["CHAN with BERT"]["rows"]["2"] = {**fdf_row(22.0, 1.2445, 4.978, 10**9), "peak_bytes": None}
+    assert "| +24 % | +4.9 %, missed by 19 points |" in markdown(met)
 
 
 @pytest.mark.thorough
