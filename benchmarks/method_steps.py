@@ -53,21 +53,21 @@ class Host:
         setup: its sizes; `dim` is that of the recipe.
         runs: measured runs by the number of conversions, 0 for the host without the method; for ADDR, only 0.
         options: model settings in addition to the recipe's.
-        fresh: a number of conversions, one of `runs`. Its step is measured equally often with the other batches encoded
-            again, and both forms also with memory, compared with the host. None to leave this out.
+        again: a number of conversions, one of `runs`. Its step is measured equally often with the other batches encoded
+            again, without and with gradients, and all forms also with memory. None to leave this out.
     """
 
     recipe: str
     setup: Setup
     runs: Mapping[int, int]
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    fresh: int | None = None
+    again: int | None = None
 
 
 FDF_HOSTS: Mapping[str, Host] = {
-    "SCAN": Host("scan-t2i-f30k", Setup("scan"), {0: 3, 1: 3, 2: 3, 4: 1, 8: 1}, fresh=2),
+    "SCAN": Host("scan-t2i-f30k", Setup("scan"), {0: 3, 1: 3, 2: 3, 4: 1, 8: 1}, again=2),
     "VSE-infinity": Host("vse-infty-f30k", Setup("vse_infty"), {0: 3, 1: 3, 2: 3, 4: 3, 8: 3}),
-    "CHAN with BERT": Host("chan-bert-coco", Setup("chan", words=30_522), {0: 5, 2: 5, 1: 1, 4: 1, 8: 1}, fresh=2),
+    "CHAN with BERT": Host("chan-bert-coco", Setup("chan", words=30_522), {0: 5, 2: 5, 1: 1, 4: 1, 8: 1}, again=2),
 }
 ADDR_HOSTS: Mapping[str, Host] = {
     "SCAN": Host("addr-scan-f30k", Setup("scan"), {0: 2}),

@@ -56,8 +56,8 @@ __all__ = ["PUBLISHED", "measure_addr", "measure_fdf", "run"]
 
 # The FDF paper's costs of two conversions on CHAN with BERT, in percent: a training step, and the features of pairs.
 PUBLISHED = {"host": "CHAN with BERT", "conversions": 2, "step": 14.0, "features": 4.9}
-# The row with the other batches encoded again.
-_FRESH = "fresh"
+# Rows with the other batches encoded again.
+_AGAIN = ("fresh", "trained")
 
 
 def _multiply_adds(call: Callable[[], Any]) -> int:
@@ -67,7 +67,7 @@ def _multiply_adds(call: Callable[[], Any]) -> int:
 
 
 def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure times of steps and features by the number of conversions, with their accuracy, and steps of `host.fresh`.
+    """Measure times of steps and features by the number of conversions, with their accuracy, and steps of `host.again`.
 
     Rows with several runs are interleaved. The others follow one by one, so that fewer models are in memory, as do the
     processes that measure memory.
@@ -75,24 +75,24 @@ def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
     changes = {str(count): _conversions(count, "kept") for count in host.runs}
     repeats = {str(count): runs for count, runs in host.runs.items()}
     rows: dict[str, dict[str, Any]] = {}
+    again = () if host.again is None else _AGAIN
+    for name in again:
+        changes[name] = _conversions(host.again, name)
+        repeats[name] = host.runs[host.again]
     for name, changed in changes.items():
-        progress(f"{name} conversions, accuracy")
+        progress(f"{name}, accuracy")
         rows[name] = {"accuracy": step_accuracy(host, changed)}
-    if host.fresh is not None:
-        # Its accuracy would equal that with kept batches: while weights are constant, features are the same.
-        changes[_FRESH] = _conversions(host.fresh, "fresh")
-        repeats[_FRESH], rows[_FRESH] = host.runs[host.fresh], {}
     groups = [[name for name, runs in repeats.items() if runs > 1]]
     groups += [[name] for name, runs in repeats.items() if runs == 1]
     for group in filter(None, groups):
         for name, measured in _timed(host, {name: changes[name] for name in group}, repeats, progress).items():
             rows[name] |= measured
-    for name in () if host.fresh is None else ("0", str(host.fresh), _FRESH):
+    for name in ("0", str(host.again), *again) if again else ():
         progress(f"{name}, memory")
         with memory_given_back():
             rows[name]["peak_bytes"] = peak_memory(make_start, host, changes[name], threads=1)
-    fresh = {} if host.fresh is None else {str(host.fresh): rows.pop(_FRESH)}
-    return {"recipe": host.recipe, "setup": host.setup.as_dict(), "rows": rows, _FRESH: fresh}
+    anew = {str(host.again): {name: rows.pop(name) for name in again}} if again else {}
+    return {"recipe": host.recipe, "setup": host.setup.as_dict(), "rows": rows, "again": anew}
 
 
 def _conversions(count: int, other_batches: str) -> dict[str, Any]:
@@ -108,13 +108,13 @@ def _timed(
     repeats: Mapping[str, int],
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Measure steps, features and sizes of each row, interleaved; `_FRESH` has the features with kept batches."""
+    """Measure steps, features and sizes of each row, interleaved; rows `_AGAIN` have the features with kept batches."""
     rows: dict[str, dict[str, Any]] = {name: {} for name in changes}
     calls: dict[str, Callable[[], Any]] = {}
     for name, changed in changes.items():
         config = make_config(host, **changed)
         model = make_model(config, host.setup)
-        if name != _FRESH:
+        if name not in _AGAIN:
             calls |= {f"{name} {what}": call for what, call in make_features(model, host.setup).items()}
             rows[name] |= _sizes(model, host.setup)
         calls[f"{name} step"] = make_step(config, host.setup, model)

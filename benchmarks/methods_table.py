@@ -58,29 +58,32 @@ def _fdf(name: str, host: Mapping[str, Any], published: Mapping[str, Any]) -> st
         lines.append(["host alone" if count == "0" else count, *cells, *_errors(row), str(len(row["step"]["runs_s"]))])
     text = f"FDF on {name}, batches of {setup['batch']}, width {setup['dim']}, recipe `{host['recipe']}`:\n\n"
     below = [_bound(rows, published)] if missed else []
-    return "\n\n".join([text + table(lines), *below, _fresh(host)])
+    return "\n\n".join([text + table(lines), *below, _again(host)])
 
 
-def _fresh(host: Mapping[str, Any]) -> str:
-    """Render the cost of encoding the other batches again: time and memory of a step, if measured."""
+def _again(host: Mapping[str, Any]) -> str:
+    """Render the cost of encoding the other batches again: time, memory and errors of a step, if measured."""
     alone, kept = host["rows"]["0"], "Steps in the table above are those with `--other-batches kept`."
-    if not host["fresh"]:
+    if not host["again"]:
         return kept
-    ((count, fresh),) = host["fresh"].items()
-    rows = {"host alone": alone, "`kept`": host["rows"][count], "`fresh`": fresh}
+    ((count, again),) = host["again"].items()
+    rows = {"host alone": alone, "kept": host["rows"][count], **again}
     seconds = {name: row["step"]["median_s"] for name, row in rows.items()}
-    lines = [[f"N = {count}", "a step", "compared with the host", "peak memory", "compared with the host"]]
+    header = [f"N = {count}", "a step", "compared with the host", "peak memory", "compared with the host"]
+    lines = [[*header, "error of a step's loss", "of its gradient"]]
     for name, row in rows.items():
         beside = ["", ""]
         if row is not alone:
             beside = [_spread_percent(row["step"], alone["step"]), _room(row, alone)]
-        lines.append([name, _spread_seconds(row["step"]), beside[0], megabytes(row), beside[1]])
+        shown = name if row is alone else f"`{name}`"
+        lines.append([shown, _spread_seconds(row["step"]), beside[0], megabytes(row), beside[1], *_errors(row)])
     return (
-        f"{kept} `fresh` encodes N - 1 more batches of captions, without gradient:\n\n{table(lines)}\n\n"
-        f"`fresh` adds {_seconds(seconds['`fresh`'] - seconds['`kept`'])} here; the host alone encodes a batch of "
-        f"captions without gradient in {_seconds(alone['captions']['median_s'])}. Memory is that of a process with the "
-        "model, its optimiser, its queue and three batches, in one run. `trained`, the default, which also keeps the "
-        "graphs of the other batches, was not measured."
+        f"{kept} `fresh` encodes N - 1 more batches, without gradient; with `trained`, the default, "
+        f"their gradients reach the extractors, too:\n\n{table(lines)}\n\n"
+        f"`fresh` adds {_seconds(seconds['fresh'] - seconds['kept'])} here, `trained` "
+        f"{_seconds(seconds['trained'] - seconds['kept'])}; the host alone encodes a batch of captions without "
+        f"gradient in {_seconds(alone['captions']['median_s'])}. Memory is that of a process with the model, its "
+        "optimiser, its queue and three batches, in one run."
     )
 
 
