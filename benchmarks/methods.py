@@ -80,7 +80,7 @@ def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
         changes[name] = _conversions(host.again, name)
         repeats[name] = host.runs[host.again]
     for name, changed in changes.items():
-        progress(f"{name}, accuracy")
+        progress(f"{name if name in _AGAIN else f'{name} conversions'}, accuracy")
         rows[name] = {"accuracy": step_accuracy(host, changed)}
     groups = [[name for name, runs in repeats.items() if runs > 1]]
     groups += [[name] for name, runs in repeats.items() if runs == 1]
