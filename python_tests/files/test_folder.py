@@ -1,5 +1,6 @@
 """Work below an open folder: links in the path are rejected, and errors name the whole path."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -114,11 +115,12 @@ def test_a_file_that_becomes_a_pipe_between_check_and_opening_is_refused(tmp_pat
 def test_a_refusal_leaves_no_handle_open(tmp_path, outside):
     (tmp_path / "link").symlink_to(outside)
     os.mkfifo(tmp_path / "pipe")
-    before = sorted(Path("/proc/self/fd").iterdir())
+    gc.collect()  # Handles of objects of other tests would close in between.
+    before = set(Path("/proc/self/fd").iterdir())
     for name in ("link", "link/file", "outside/file/x", "pipe/x"):
         with pytest.raises(ValueError, match=r"expected|link"):
             atomic.write_bytes(tmp_path / name, b"x", tmp_path)
     for name in ("link", "pipe"):
         with pytest.raises(ValueError, match=r"expected|link"):
             atomic.open_in_place(tmp_path / name, "ab")
-    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert set(Path("/proc/self/fd").iterdir()) <= before
