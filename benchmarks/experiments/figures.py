@@ -1,13 +1,13 @@
 """Figures of the results of benchmarks/experiments/__main__.py, as SVG.
 
-Inside: `draw`, `figures_there`.
+Inside: `draw`, `figures_there`, `source_line`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.experiments.traces import as_metrics
 from itm_fast.files import atomic
 from itm_fast.report.comparison import line_style, write_comparison, write_figure
 
-__all__ = ["draw", "figures_there"]
+__all__ = ["draw", "figures_there", "source_line"]
 
 _KEPT = {"training": "curves", "scores": "scores"}
 
@@ -37,7 +37,7 @@ def draw(experiment: Experiment, figure: Figure, results: Path) -> None:
     else:
         _write_scores(path, kept)
     text = path.read_text(encoding="utf-8")
-    atomic.write_text(path, f"{text.rstrip()}\n{_source(kept)}\n")
+    atomic.write_text(path, f"{text.rstrip()}\n{source_line(kept)}\n")
 
 
 def figures_there(experiment: Experiment, results: Path) -> list[Figure]:
@@ -47,7 +47,7 @@ def figures_there(experiment: Experiment, results: Path) -> list[Figure]:
         drawn = figure.path.read_text(encoding="utf-8").splitlines()[-1:] if figure.path.is_file() else None
         if drawn is None and any(result_of(experiment, run, results) is None for run in figure.runs):
             continue
-        if drawn != [_source(_kept(experiment, figure, results))]:
+        if drawn != [source_line(_kept(experiment, figure, results))]:
             command = f"python -m benchmarks.experiments figures {shown_path(experiment.path)}"
             raise ValueError(f"{shown_path(figure.path)}: is out of date; draw it again: {command}")
         there.append(figure)
@@ -66,7 +66,8 @@ def _kept(experiment: Experiment, figure: Figure, results: Path) -> dict[str, An
     return kept
 
 
-def _source(kept: Mapping[str, Any]) -> str:
+def source_line(kept: Mapping[str, Any] | Sequence[Any]) -> str:
+    """Return the last line of a figure of these data."""
     return f"<!-- drawn from {hashlib.sha256(json.dumps(kept).encode()).hexdigest()} -->"
 
 

@@ -5,13 +5,12 @@ Inside: `draw_claims`, `source`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from benchmarks.experiments.figures import source_line
 from benchmarks.experiments.verdicts import Verdict
 from itm_fast.files import atomic
 from itm_fast.report.comparison import point_style, write_figure
@@ -47,11 +46,10 @@ def draw_claims(path: Path, found: Sequence[Verdict]) -> None:
 
 def source(found: Sequence[Verdict]) -> str:
     """Return the last line of a figure of these verdicts."""
-    kept = [
+    return source_line([
         [one.claim.text, one.word, *(round(value, 3) for value in (one.mean, *(one.interval or ())))]
         for one in _shown(found)
-    ]
-    return f"<!-- drawn from {hashlib.sha256(json.dumps(kept).encode()).hexdigest()} -->"
+    ])  # fmt: skip
 
 
 def _shown(found: Sequence[Verdict]) -> list[Verdict]:

@@ -121,9 +121,9 @@ def in_short(experiments: Measured) -> str:
         if verdict.word in others:
             others[verdict.word] += 1
             continue
-        seeds, difference, shown, _ = verdict.cells()
+        seeds, difference, within, _ = verdict.cells()
         measure = "" if verdict.claim.of == "rsum" else f" {MEASURES[verdict.claim.of]}"
-        shown = f"{verdict.claim.text}, {difference}{measure} ({shown}; {seeds} seeds)"
+        shown = f"{verdict.claim.text}, {difference}{measure} ({within}; {seeds} seeds)"
         lines[verdict.word].append(f"- **{verdict.word.capitalize()}**: {shown}.\n")
     decided = [*lines["holds"], *lines["fails"]]
     other = " other" if decided else ""
