@@ -1,12 +1,12 @@
-"""FDF's cross-model realignment on the bundled data: the measurement and its table.
+"""FDF's cross-model realignment on the bundled data: the measurement, its table and its figure.
 
 There are two hosts. One reads captions with a GRU whose pooled states are its features, so captions have no head. The
 other has a small BERT with a head. Both of its trainings start from the same random BERT weights, as the paper's start
 from one pretrained BERT.
 
-Inside: `HOSTS`, `run`, `markdown`.
+Inside: `HOSTS`, `run`, `markdown`, `draw`, `source`.
 
-python -m benchmarks.realignment --json benchmarks/results/realignment.json --figure docs/images/fdf-realignment.svg
+python -m benchmarks.realignment --json benchmarks/results/realignment.json
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from typing import Any
 
 import torch
 
+from benchmarks.experiments.figures import sign, source_line
 from benchmarks.units import commit_of
 from itm_fast import build_info, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.files import atomic
 from itm_fast.files.environment import environment
-from itm_fast.report.features import pooled_features, write_features
+from itm_fast.report.features import draw_planes, in_planes, pooled_features
 from itm_fast.training import TrainConfig, TrainResult, run_folder, train
 from itm_fast.training.fdf.cross_model import cross_table, realign
 
-__all__ = ["HOSTS", "markdown", "run"]
+__all__ = ["HOSTS", "draw", "markdown", "run", "source"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # All negatives: with the hardest ones, such short runs do not learn.
 _SHARED: dict[str, Any] = {
     "model": "vse_infty", "epochs": 4, "batch_size": 128, "drop_last": True, "lr_schedule": "cosine", "mining": "all",
@@ -49,13 +50,12 @@ def run(
     out: Path,
     *,
     threads: int = 1,
-    figure: Path | None = None,
     hosts: Mapping[str, Mapping[str, Any]] = HOSTS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """For each host, train two models that differ in their seed, realign them in `out`, and compare all three.
 
-    The figure shows the last host.
+    Features of the last host are placed in planes by t-SNE.
     """
     data = str(emoji.write_dataset(out / "data"))
     tables = {}
@@ -71,14 +71,20 @@ def run(
         members = {name: models.load(folder) for name, folder in runs.items()}
         test = PrecomputedDataset(data, "test", Vocabulary.from_file(runs["realigned"] / run_folder.VOCABULARY))
         tables[host] = cross_table(members, test)
-    if figure is not None:
-        write_features(figure, {name: pooled_features(model, test) for name, model in members.items()})
+    planes = in_planes({name: pooled_features(model, test) for name, model in members.items()})
     return {
         "format_version": FORMAT_VERSION,
         "environment": environment(torch.get_num_threads(), build_info()),
         "hosts": {name: dict(settings) for name, settings in hosts.items()},
         "images": test.n_images,
         "rsum": tables,
+        "planes": {
+            side: {
+                name: [[round(value, 2) for value in point] for point in points.tolist()]
+                for name, points in parts.items()
+            }
+            for side, parts in planes.items()
+        },
     }
 
 
@@ -116,23 +122,33 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join([*lines, said]) + "\n"
 
 
+def draw(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw the features in their planes as SVG, and sign the file with `source`."""
+    draw_planes(path, {
+        side: {name: torch.tensor(points) for name, points in parts.items()}
+        for side, parts in results["planes"].items()
+    })  # fmt: skip
+    sign(path, results["planes"])
+
+
+def source(results: Mapping[str, Any]) -> str:
+    """Return the last line of the figure of these results."""
+    return source_line(results["planes"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Run FDF's cross-model realignment on the bundled data; takes some minutes."
     )
     parser.add_argument("--out", type=Path, default=Path("runs/realignment"), help="folder for data and runs")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--figure", type=Path, help="figure of the features to write: .svg, .png or .pdf")
     parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
     options = parser.parse_args()
-    for path in (options.json, options.figure):
-        if path is not None:
-            atomic.check_target(path)
-    results = run(
-        options.out, threads=options.threads, figure=options.figure, progress=lambda what: print(what, flush=True)
-    )
     if options.json is not None:
-        atomic.write_text(options.json, json.dumps(results, indent=2) + "\n")
+        atomic.check_target(options.json)
+    results = run(options.out, threads=options.threads, progress=lambda what: print(what, flush=True))
+    if options.json is not None:
+        atomic.write_text(options.json, json.dumps(results) + "\n")
     print(markdown(results))
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of the README and of pages under docs/, draw the papers' claims, or check both.
+"""Write the tables of the README and of pages under docs/, draw figures, or check both.
 
     python -m benchmarks.render            # rewrites them
     python -m benchmarks.render --check    # exit status 1 if one differs from the results and the cost model
@@ -13,7 +13,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ EXPERIMENTS["fdf"] += [
     "fdf-heads",
     "fdf-vse",
 ]
+
+REALIGNMENT = "python -m benchmarks.realignment --json {}"
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -213,7 +215,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     **{PERFORMANCE / "results" / f"{name}.md": {"verdict": verdict(name)} for name in ("rcar", "dbl", "addr")},
     PERFORMANCE / "results" / "fdf.md": {
         "verdict": verdict("fdf"),
-        "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}"),
+        "realignment": measured("realignment", realignment.markdown, REALIGNMENT),
     },
     PERFORMANCE / "results" / "selhn.md": {"verdict": verdict("selhn"), "gradients": selhn_gradients.markdown},
     PERFORMANCE / "results" / "vision.md": {
@@ -238,16 +240,25 @@ def rendered(page: Path, text: str) -> str:
     return text
 
 
-def figure(page: Path, check: bool) -> None:
-    """Draw the claims of a paper for its page of results; with `check`, exit if the figure shows others."""
+def draw_figures(page: Path, check: bool) -> None:
+    """Draw the figures of a page; with `check`, exit if one of them shows other results."""
+    for path, last_line, draw in figures(page):
+        if not check:
+            draw(path)
+        elif not path.is_file() or not path.read_text(encoding="utf-8").endswith(f"{last_line}\n"):
+            sys.exit(f"{path.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
+
+
+def figures(page: Path) -> Iterator[tuple[Path, str, Callable[[Path], None]]]:
+    """Yield the figures that this draws for a page: file, its last line, and the function that draws it."""
     name = page.stem
     if page.parent != PERFORMANCE / "results" or name not in EXPERIMENTS:
         return
-    path, found = IMAGES / f"claims-{name}.svg", judged(claimed(name))
-    if not check:
-        draw_claims(path, found)
-    elif not path.is_file() or not path.read_text(encoding="utf-8").endswith(f"{source(found)}\n"):
-        sys.exit(f"{path.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
+    verdicts = judged(claimed(name))
+    yield IMAGES / f"claims-{name}.svg", source(verdicts), lambda path: draw_claims(path, verdicts)
+    if name == "fdf":
+        planes = result("realignment", REALIGNMENT)
+        yield IMAGES / "fdf-realignment.svg", realignment.source(planes), lambda path: realignment.draw(path, planes)
 
 
 def main() -> None:
@@ -261,7 +272,7 @@ def main() -> None:
             sys.exit(f"{page.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
         if not options.check:
             page.write_text(wanted)
-        figure(page, options.check)
+        draw_figures(page, options.check)
 
 
 if __name__ == "__main__":

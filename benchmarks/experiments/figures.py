@@ -1,6 +1,6 @@
 """Figures of the results of benchmarks/experiments/__main__.py, as SVG.
 
-Inside: `draw`, `figures_there`, `source_line`.
+Inside: `draw`, `figures_there`; `sign` and `source_line` for other figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.experiments.traces import as_metrics
 from itm_fast.files import atomic
 from itm_fast.report.comparison import line_style, write_comparison, write_figure
 
-__all__ = ["draw", "figures_there", "source_line"]
+__all__ = ["draw", "figures_there", "sign", "source_line"]
 
 _KEPT = {"training": "curves", "scores": "scores"}
 
@@ -36,8 +36,7 @@ def draw(experiment: Experiment, figure: Figure, results: Path) -> None:
         write_comparison(path, {row: as_metrics(curves) for row, curves in kept.items()})
     else:
         _write_scores(path, kept)
-    text = path.read_text(encoding="utf-8")
-    atomic.write_text(path, f"{text.rstrip()}\n{source_line(kept)}\n")
+    sign(path, kept)
 
 
 def figures_there(experiment: Experiment, results: Path) -> list[Figure]:
@@ -64,6 +63,11 @@ def _kept(experiment: Experiment, figure: Figure, results: Path) -> dict[str, An
         if kept[run.row] is None:
             raise ValueError(f"{figure.file}: the result of {run.row}, seed {run.seed}, keeps no {figure.shows}")
     return kept
+
+
+def sign(path: Path, kept: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Append the line that identifies the data of a figure to its file."""
+    atomic.write_text(path, f"{path.read_text(encoding='utf-8').rstrip()}\n{source_line(kept)}\n")
 
 
 def source_line(kept: Mapping[str, Any] | Sequence[Any]) -> str:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from benchmarks.experiments.figures import source_line
+from benchmarks.experiments.figures import sign, source_line
 from benchmarks.experiments.verdicts import Verdict
-from itm_fast.files import atomic
 from itm_fast.report.comparison import point_style, write_figure
 
 __all__ = ["draw_claims", "source"]
@@ -41,15 +40,19 @@ def draw_claims(path: Path, found: Sequence[Verdict]) -> None:
         axes.set_xlabel("difference of the sums of recalls")
         axes.tick_params(length=0)
         axes.grid(axis="y", visible=False)
-    atomic.write_text(path, f"{path.read_text(encoding='utf-8').rstrip()}\n{source(found)}\n")
+    sign(path, _kept(found))
 
 
 def source(found: Sequence[Verdict]) -> str:
     """Return the last line of a figure of these verdicts."""
-    return source_line([
+    return source_line(_kept(found))
+
+
+def _kept(found: Sequence[Verdict]) -> list[list[str | float]]:
+    return [
         [one.claim.text, one.word, *(round(value, 3) for value in (one.mean, *(one.interval or ())))]
         for one in _shown(found)
-    ])  # fmt: skip
+    ]
 
 
 def _shown(found: Sequence[Verdict]) -> list[Verdict]:

@@ -1,6 +1,6 @@
 """Embeddings of images and captions in a plane by t-SNE, as in Figure 2a of FDF and Figure 5 of DBL.
 
-Inside: `check_tsne`, `pooled_features`, `write_features`.
+Inside: `write_features`, made of `pooled_features`, `in_planes` and `draw_planes`; `check_tsne`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itm_fast.models.base import MatchingModel
 from itm_fast.nn import mean_pool
 from itm_fast.report.comparison import point_style, write_figure
 
-__all__ = ["check_tsne", "pooled_features", "write_features"]
+__all__ = ["check_tsne", "draw_planes", "in_planes", "pooled_features", "write_features"]
 
 _SIDES = ("Images", "Captions")
 _COLUMNS, _MAX_NAME = 3, 40
@@ -59,28 +59,48 @@ def _pooled(model: MatchingModel, side: Any) -> Tensor:
 def write_features(
     path: str | os.PathLike[str], features: Mapping[str, tuple[Tensor, Tensor]], *, by_model: bool = False
 ) -> None:
-    """Plot images and captions of several models, each panel in a plane of its own.
+    """Plot images and captions of several models, each panel in a plane of its own; see `in_planes`, `draw_planes`."""
+    draw_planes(path, in_planes(features, by_model=by_model))
+
+
+def in_planes(features: Mapping[str, tuple[Tensor, Tensor]], *, by_model: bool = False) -> dict[str, dict[str, Tensor]]:
+    """Return the panels of a figure by their titles: points (n, 2) by the names of the legend, placed by t-SNE.
 
     Args:
-        path: figure to write, atomically; its suffix is one of `SUFFIXES`.
         features: embeddings of images (n, d) and captions (m, d) of each model, by its name.
-        by_model: draw a panel for each model, with its images and captions, instead of a panel for the images of all
-            models and one for their captions.
+        by_model: a panel for each model, with its images and captions, instead of a panel for the images of all models
+            and one for their captions.
 
     Raises:
-        ValueError: the suffix is unknown, or scikit-learn is not installed.
+        ValueError: scikit-learn is not installed.
     """
     panels = {side: {name: both[number] for name, both in features.items()} for number, side in enumerate(_SIDES)}
     if by_model:
         panels = {name: dict(zip(_SIDES, both, strict=True)) for name, both in features.items()}
-    columns = min(len(panels), _COLUMNS)
-    rows = math.ceil(len(panels) / columns)
-    kinds = list(next(iter(panels.values())))
-    with write_figure(path, kinds, size=(4.5 * columns, 4.2 * rows + 0.2), points=True) as figure:
-        for place, (title, parts) in enumerate(panels.items(), start=1):
+    planes = {}
+    for title, parts in panels.items():
+        points = _in_plane(torch.cat(list(parts.values()))).split([len(part) for part in parts.values()])
+        planes[title] = dict(zip(parts, points, strict=True))
+    return planes
+
+
+def draw_planes(path: str | os.PathLike[str], planes: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Draw a panel for each plane, with points by the names of the legend, which are the same in all of them.
+
+    Args:
+        path: figure to write, atomically; its suffix is one of `SUFFIXES`.
+        planes: as `in_planes` returns them.
+
+    Raises:
+        ValueError: the suffix is unknown.
+    """
+    columns = min(len(planes), _COLUMNS)
+    rows = math.ceil(len(planes) / columns)
+    names = list(next(iter(planes.values())))
+    with write_figure(path, names, size=(4.5 * columns, 4.2 * rows + 0.2), points=True) as figure:
+        for place, (title, parts) in enumerate(planes.items(), start=1):
             axes = figure.add_subplot(rows, columns, place)
-            plane = _in_plane(torch.cat(list(parts.values()))).split([len(part) for part in parts.values()])
-            for number, points in enumerate(plane):
+            for number, points in enumerate(parts.values()):
                 axes.plot(points[:, 0], points[:, 1], **point_style(number))
             axes.set_title(shortened(printable(title), _MAX_NAME), loc="left", parse_math=False)
             # Distances on the page have no unit.

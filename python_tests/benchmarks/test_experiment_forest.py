@@ -57,12 +57,12 @@ def test_a_figure_of_other_results_is_out_of_date(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(render, "judged", lambda experiments: found)
     found = FOUND
     with pytest.raises(SystemExit, match=r"^claims-rcar\.svg is out of date: run python -m benchmarks\.render$"):
-        render.figure(page, check=True)
-    render.figure(page, check=False)
-    render.figure(page, check=True)
+        render.draw_figures(page, check=True)
+    render.draw_figures(page, check=False)
+    render.draw_figures(page, check=True)
     found = FOUND[1:]
     with pytest.raises(SystemExit, match="out of date"):
-        render.figure(page, check=True)
+        render.draw_figures(page, check=True)
     # The methods' pages have no figure of claims.
-    render.figure(render.ROOT / "docs" / "methods" / "dbl.md", check=False)
+    render.draw_figures(render.ROOT / "docs" / "methods" / "dbl.md", check=False)
     assert [path.name for path in tmp_path.iterdir()] == ["claims-rcar.svg"]

@@ -196,7 +196,7 @@ def test_the_committed_comparison_is_one_of_such_runs(
         "GRU": {**shared, "model_options": OPTIONS},
         "BERT": {**shared, "model_options": {"embed_dim": 16}, "bert": "a small one"},
     }
-    results = realignment.run(tmp_path, figure=tmp_path / "features.svg", hosts=hosts)
+    results = realignment.run(tmp_path, hosts=hosts)
     names = ("model 1", "model 2", "realigned")
     for host, table in results["rsum"].items():
         folders = {name: tmp_path / f"{host}-{name.replace(' ', '-')}" for name in names}
@@ -208,7 +208,11 @@ def test_the_committed_comparison_is_one_of_such_runs(
     # Both trainings start from the same BERT.
     assert read_yaml(tmp_path / "BERT-model-1" / "train.yaml")["bert"] == str(tmp_path / "bert")
     assert (results["images"], list(results["rsum"])) == (10, ["GRU", "BERT"])
-    assert (tmp_path / "features.svg").read_text().startswith("<?xml")
+    # The figure has a point for each of the ten images of each model, and one for its first caption.
+    points = {side: {name: len(rows) for name, rows in parts.items()} for side, parts in results["planes"].items()}
+    assert points == {side: dict.fromkeys(names, 10) for side in ("Images", "Captions")}
+    realignment.draw(tmp_path / "features.svg", results)
+    assert (tmp_path / "features.svg").read_text().splitlines()[-1] == realignment.source(results)
     rows = realignment.markdown(results).splitlines()
     crossed = results["rsum"]["GRU"]["model 1"]
     assert rows[2] == f"| images of model 1 | {' | '.join(f'{crossed[name]:.1f}' for name in names)} |"
