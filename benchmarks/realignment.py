@@ -116,7 +116,8 @@ def markdown(results: Mapping[str, Any]) -> str:
             "",
         ]  # fmt: skip
     said = (
-        f"Sum of the six recalls on the {results['images']} images of test, of 600. `{where['command']}` on "
+        f"Sum of the six recalls on the {results['images']} images of test, of 600. "
+        f"`python -m benchmarks.realignment --threads {where['threads']}` on "
         f"{where['processor']}, {where['date'][:10]}, at {commit_of(where)}."
     )
     return "\n".join([*lines, said]) + "\n"
