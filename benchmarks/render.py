@@ -68,6 +68,7 @@ EXPERIMENTS["fdf"] += [
     "fdf-trained",
     "fdf-heads",
     "fdf-vse",
+    "fdf-rates",
 ]
 
 REALIGNMENT = "python -m benchmarks.realignment --json {}"

@@ -244,7 +244,7 @@ def _page(options: argparse.Namespace) -> int:
         after = rendered(after, name, table(with_winners(experiment, results), results))
     if (path := options.page.resolve()) in render.PAGES:
         after = render.rendered(path, after)
-        render.figure(path, options.check)
+        render.draw_figures(path, options.check)
     if options.check and after != before:
         raise ValueError(f"{options.page}: is out of date; write it again without --check")
     if not options.check:

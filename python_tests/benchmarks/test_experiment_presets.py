@@ -23,9 +23,9 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-continued", "dbl-half", "dbl-variants",
-    "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads",
-    "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations", "rcar-claims", "rcar-epochs", "rcar-grid",
-    "rcar-rates", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims",
+    "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-rates",
+    "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations", "rcar-claims", "rcar-epochs",
+    "rcar-grid", "rcar-rates", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims",
     "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
@@ -35,7 +35,7 @@ ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
     "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "fdf-vse": {"epochs"},
-    "planned/fdf-rates": {"epochs"},
+    "fdf-rates": {"epochs"},
 }  # fmt: skip
 
 
