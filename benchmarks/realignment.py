@@ -25,7 +25,7 @@ from itm_fast import build_info, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.files import atomic
 from itm_fast.files.environment import environment
-from itm_fast.report.features import draw_planes, in_planes, pooled_features
+from itm_fast.report.features import check_tsne, draw_planes, in_planes, pooled_features
 from itm_fast.training import TrainConfig, TrainResult, run_folder, train
 from itm_fast.training.fdf.cross_model import cross_table, realign
 
@@ -57,6 +57,7 @@ def run(
 
     Features of the last host are placed in planes by t-SNE.
     """
+    check_tsne()
     data = str(emoji.write_dataset(out / "data"))
     tables = {}
     for host, settings in hosts.items():

@@ -243,15 +243,15 @@ def rendered(page: Path, text: str) -> str:
 
 def draw_figures(page: Path, check: bool) -> None:
     """Draw the figures of a page; with `check`, exit if one of them shows other results."""
-    for path, last_line, draw in figures(page):
+    for path, last_line, draw in _figures(page):
         if not check:
             draw(path)
         elif not path.is_file() or not path.read_text(encoding="utf-8").endswith(f"{last_line}\n"):
             sys.exit(f"{path.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
 
 
-def figures(page: Path) -> Iterator[tuple[Path, str, Callable[[Path], None]]]:
-    """Yield the figures that this draws for a page: file, its last line, and the function that draws it."""
+def _figures(page: Path) -> Iterator[tuple[Path, str, Callable[[Path], None]]]:
+    """Yield file, last line and drawing function of each figure of a page."""
     name = page.stem
     if page.parent != PERFORMANCE / "results" or name not in EXPERIMENTS:
         return

@@ -24,7 +24,7 @@ from itm_fast import evaluation, models
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.files import atomic
 from itm_fast.report import TextQuery
-from itm_fast.report.of_run import searches
+from itm_fast.report.of_run import HITS, searches
 from itm_fast.training import run_folder
 
 QUERIES, COLUMNS = 8, 2
@@ -38,7 +38,7 @@ GREEN, INK, GREY, LINE, PAPER = "#0a6b45", "#1c1c1e", "#6b6b6b", "#dddbd6", "#f5
 def draw(path: str | os.PathLike[str], queries: Sequence[TextQuery], pictures: Mapping[int, np.ndarray]) -> None:
     """Draw a card for each query: its caption, and its pictures with their ranks, the right one in green.
 
-    A right picture that is added after the best ones stands apart.
+    A right picture that is added after the `HITS` best ones stands apart.
 
     Args:
         path: PNG file to write, atomically.
@@ -59,7 +59,7 @@ def draw(path: str | os.PathLike[str], queries: Sequence[TextQuery], pictures: M
         page.add_patch(_frame(left, top, WIDTH, HEIGHT, LINE, 1.0, 10))
         page.text(left + 16, top + 24, textwrap.shorten(query.caption, LONGEST, placeholder="…"), **caption)
         for place, hit in enumerate(query.hits):
-            x, y = left + 16 + place * STEP + APART * (hit.rank > place + 1), top + 42
+            x, y = left + 16 + place * STEP + APART * (place >= HITS), top + 42
             colour = GREEN if hit.right else LINE
             page.add_patch(_frame(x, y, PICTURE, PICTURE, colour, 2.2 if hit.right else 1.0, 8))
             page.imshow(pictures[hit.item], extent=(x + 5, x + PICTURE - 5, y + PICTURE - 5, y + 5), zorder=2)
@@ -67,7 +67,6 @@ def draw(path: str | os.PathLike[str], queries: Sequence[TextQuery], pictures: M
                 x + PICTURE / 2, y + PICTURE + 14, f"{'✓' if hit.right else '✗'} {hit.rank}", size=8, ha="center",
                 va="center", color=GREEN if hit.right else GREY, weight="bold" if hit.right else "normal",
             )  # fmt: skip
-    page.set(xlim=(0, width), ylim=(height, 0))
     with mpl.rc_context({"savefig.facecolor": PAPER}), atomic.atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=100)
 

@@ -20,7 +20,7 @@ from itm_fast.files.messages import printable, shortened
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.nn import mean_pool
-from itm_fast.report.comparison import point_style, write_figure
+from itm_fast.report.comparison import check_suffix, point_style, write_figure
 
 __all__ = ["check_tsne", "draw_planes", "in_planes", "pooled_features", "write_features"]
 
@@ -59,7 +59,16 @@ def _pooled(model: MatchingModel, side: Any) -> Tensor:
 def write_features(
     path: str | os.PathLike[str], features: Mapping[str, tuple[Tensor, Tensor]], *, by_model: bool = False
 ) -> None:
-    """Plot images and captions of several models, each panel in a plane of its own; see `in_planes`, `draw_planes`."""
+    """Plot images and captions of several models, each panel in a plane of its own.
+
+    Args:
+        path: figure to write, atomically; its suffix is one of `SUFFIXES`.
+        features, by_model: as in `in_planes`.
+
+    Raises:
+        ValueError: the suffix is unknown, or scikit-learn is not installed.
+    """
+    check_suffix(path)
     draw_planes(path, in_planes(features, by_model=by_model))
 
 

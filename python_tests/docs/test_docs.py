@@ -34,7 +34,7 @@ OPTIONS = {
     for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
 }
 # Options of torchrun, the fuzzer and the experiments that pages mention, too.
-OTHERS = {"--shutdown-timeout", "--nproc-per-node", "--only", "--run"}
+OTHERS = {"--shutdown-timeout", "--nproc-per-node", "--only", "--run", "--results"}
 
 
 def short(page: Path) -> str:
