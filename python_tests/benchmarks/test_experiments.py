@@ -183,7 +183,7 @@ def test_a_page_is_made_from_nothing_by_one_command(
     # Sections of benchmarks.render belong to the page, too.
     monkeypatch.setitem(render.PAGES, page.resolve(), {"verdict": lambda: "It holds.\n"})
     drawn: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(render, "figure", lambda page, check: drawn.append((page, check)))
+    monkeypatch.setattr(render, "draw_figures", lambda page, check: drawn.append((page, check)))
     section = "<!-- benchmark verdict -->\n{}<!-- end of benchmark verdict -->\n"
     page.write_text(text + section.format(""))
     assert tool.main(["page", str(page), "--check"]) == 1
