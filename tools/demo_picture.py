@@ -14,7 +14,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -28,7 +27,7 @@ from itm_fast.report.of_run import HITS, searches
 from itm_fast.training import run_folder
 
 QUERIES, COLUMNS = 8, 2
-LONGEST = 54  # letters of a caption that fit
+LONGEST = 54  # characters of a caption that fit
 # All in pixels.
 MARGIN, GAP, WIDTH, HEIGHT = 16, 14, 466, 140
 PICTURE, STEP, APART = 64, 71, 10
@@ -67,7 +66,7 @@ def draw(path: str | os.PathLike[str], queries: Sequence[TextQuery], pictures: M
                 x + PICTURE / 2, y + PICTURE + 14, f"{'✓' if hit.right else '✗'} {hit.rank}", size=8, ha="center",
                 va="center", color=GREEN if hit.right else GREY, weight="bold" if hit.right else "normal",
             )  # fmt: skip
-    with mpl.rc_context({"savefig.facecolor": PAPER}), atomic.atomic_file(path) as file:
+    with atomic.atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=100)
 
 

@@ -22,6 +22,7 @@ def test_cards_show_the_pictures_in_order_and_frame_the_right_one(tmp_path: Path
     demo_picture.draw(tmp_path / "demo.png", queries, pictures)
     drawn = np.asarray(Image.open(tmp_path / "demo.png").convert("RGB")).astype(int)
     assert drawn.shape == (140 + 2 * 16, 2 * (16 + 466) + 14, 3)
+    assert tuple(drawn[2, 2]) == ImageColor.getrgb(demo_picture.PAPER)
     green = ImageColor.getrgb(demo_picture.GREEN)
     for column, query in enumerate(queries):
         for place, hit in enumerate(query.hits):
