@@ -18,8 +18,9 @@ __all__ = ["draw_claims", "source"]
 
 # Verdicts in the order of the legend.
 _WORDS = ("open", "fails", "holds")
-# Differences shown; what lies beyond is written as a number.
+# Differences shown. A mean beyond has its marker at the edge, with its number.
 _LIMIT = 60.0
+_INSET = 1.2  # From the edge to the centre of such a marker.
 _ROW = 0.19  # Inches.
 
 
@@ -67,8 +68,10 @@ def _draw(axes: Axes, row: int, verdict: Verdict) -> None:
         axes.plot([verdict.mean], [row], **style)
         return
     side = 1 if verdict.mean > 0 else -1
+    edge = side * (_LIMIT - _INSET)
+    axes.plot([edge], [row], **style)
     axes.annotate(
-        f"{verdict.mean:+.0f}", (side * _LIMIT, row), (-4 * side, 0), textcoords="offset points", fontsize=8.5,
+        f"{verdict.mean:+.0f}", (edge, row), (-5 * side, 0), textcoords="offset points", fontsize=8.5,
         ha="right" if side > 0 else "left", va="center", color=style["color"],
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
     )  # fmt: skip

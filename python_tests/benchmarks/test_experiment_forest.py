@@ -32,7 +32,7 @@ def test_claims_with_an_interval_of_recalls_are_drawn(tmp_path: Path) -> None:
     text = path.read_text()
     drawn = [one.claim.text for one in FOUND if f"<!-- {one.claim.text} -->" in text]
     assert drawn == ["it helps", "it harms", "who knows"]
-    # Means beyond the edges are numbers.
+    # Means beyond the edges have their numbers.
     numbers = [mean for mean in ("+10", "-201", "+110") if f"<!-- {mean} -->" in text]
     assert numbers == ["-201", "+110"]
     assert text.splitlines()[-1] == source(FOUND) == source(FOUND[:3])
@@ -46,7 +46,9 @@ def test_a_claim_is_drawn_as_its_interval_and_its_mean(one: Verdict, word: str) 
     line, *means = axes.lines
     assert (tuple(line.get_xdata()), list(line.get_ydata())) == (one.interval, [3, 3])
     assert line.get_color() == point_style(("open", "fails", "holds").index(word))["color"]
-    assert [list(mean.get_xdata()) for mean in means] == ([[one.mean]] if abs(one.mean) < 60 else [])
+    # The marker of a mean beyond the edges is inside of them.
+    assert [list(mean.get_xdata()) for mean in means] == [[min(max(one.mean, -58.8), 58.8)]]
+    assert means[0].get_marker() == point_style(("open", "fails", "holds").index(word))["marker"]
 
 
 def test_a_figure_of_other_results_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
