@@ -25,17 +25,17 @@ COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-continued", "dbl-half", "dbl-variants",
     "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-rates",
     "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations", "rcar-claims", "rcar-epochs",
-    "rcar-grid", "rcar-rates", "rcar-scenes", "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims",
-    "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
+    "rcar-grid", "rcar-rates", "rcar-scenes", "scan-ramp", "selhn-attention", "selhn-bfan", "selhn-bfan-rate",
+    "selhn-claims", "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
 # several qualities have fewer epochs. FDF on SCAN has a row with a lower rate, FDF on CHAN one with more epochs.
-# Models to start from are trained beforehand. The demo is compared at several rates.
+# Models to start from are trained beforehand. The demo is compared at several rates, SCAN also with a ramp of the rate.
 ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
     "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "fdf-vse": {"epochs"},
-    "fdf-rates": {"epochs"},
+    "fdf-rates": {"epochs"}, "scan-ramp": {"lr_warmup_steps"}, "rcar-scenes": {"lr"},
 }  # fmt: skip
 
 
