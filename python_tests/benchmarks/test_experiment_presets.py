@@ -22,11 +22,11 @@ PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glo
 PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "experiments" / "planned").glob("*.yaml"))
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
-    "addr-claims", "addr-regions", "dbl-anchors", "dbl-claims", "dbl-continued", "dbl-half", "dbl-variants",
-    "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble", "fdf-heads", "fdf-rates",
-    "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations", "rcar-claims", "rcar-epochs",
-    "rcar-grid", "rcar-rates", "rcar-scenes", "scan-ramp", "selhn-attention", "selhn-bfan", "selhn-bfan-rate",
-    "selhn-claims", "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
+    "addr-claims", "addr-regions", "dbl-anchors", "dbl-average", "dbl-claims", "dbl-continued", "dbl-half",
+    "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble",
+    "fdf-heads", "fdf-rates", "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations",
+    "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "scan-ramp", "selhn-attention",
+    "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
 # several qualities have fewer epochs. FDF on SCAN has a row with a lower rate, FDF on CHAN one with more epochs.
