@@ -25,7 +25,7 @@ COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-average", "dbl-claims", "dbl-continued", "dbl-half",
     "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble",
     "fdf-heads", "fdf-rates", "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations",
-    "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "scan-ramp", "selhn-attention",
+    "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-seeds", "scan-ramp", "selhn-attention",
     "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
@@ -35,7 +35,7 @@ ALSO_DIFFER = {
     "rcar-ablations": {"lr"}, "dbl-variants": {"lr", "epochs"}, "fdf-variants": {"lr"}, "fdf-start": {"lr", "epochs"},
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
     "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "fdf-vse": {"epochs"},
-    "fdf-rates": {"epochs"}, "scan-ramp": {"lr_warmup_steps"}, "rcar-scenes": {"lr"},
+    "fdf-rates": {"epochs"}, "scan-ramp": {"lr_warmup_steps"}, "rcar-scenes": {"lr"}, "rcar-seeds": {"lr"},
     "planned/rcar-scenes-ten": {"lr"}, "planned/fdf-ensembles": {"lr", "epochs"},
 }  # fmt: skip
 
