@@ -25,8 +25,9 @@ COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-average", "dbl-claims", "dbl-continued", "dbl-half",
     "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble",
     "fdf-heads", "fdf-rates", "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations",
-    "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-seeds", "scan-ramp", "selhn-attention",
-    "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-rates", "selhn-sgraf", "selhn-variants", "vision",
+    "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-seeds", "scan-ramp",
+    "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-rates", "selhn-sgraf",
+    "selhn-variants", "vision",
 ]  # fmt: skip
 # Rows have the rates that other experiments chose for them; SCAN beside RCAR also has twice that rate. Anchors of
 # several qualities have fewer epochs. FDF on SCAN has a row with a lower rate, FDF on CHAN one with more epochs.
