@@ -57,7 +57,7 @@ IMAGES = ROOT / "docs" / "images"
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-seeds", "rcar-scenes", "demo-rar"]
-EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-average", "dbl-anchors", "dbl-half", "dbl-variants"]
+EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-average", "dbl-anchors", "dbl-half", "dbl-variants", "dbl-scan"]
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-rates", "selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 EXPERIMENTS["fdf"] += [

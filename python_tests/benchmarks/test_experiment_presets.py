@@ -23,7 +23,8 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 # Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-average", "dbl-claims", "dbl-continued", "dbl-half",
-    "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims", "fdf-ensemble",
+    "dbl-scan", "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims",
+    "fdf-ensemble",
     "fdf-heads", "fdf-rates", "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations",
     "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-seeds", "scan-ramp",
     "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-rates", "selhn-sgraf",
