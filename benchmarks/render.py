@@ -59,7 +59,7 @@ EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
 EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-seeds", "rcar-scenes", "demo-rar"]
 EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-average", "dbl-anchors", "dbl-half", "dbl-variants", "dbl-scan"]
 EXPERIMENTS["addr"].append("addr-regions")
-EXPERIMENTS["selhn"] += ["selhn-rates", "selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
+EXPERIMENTS["selhn"] += ["selhn-rates", "selhn-variants", "selhn-attention", "selhn-bfan", "selhn-bfan-rate"]
 EXPERIMENTS["fdf"] += [
     "fdf-ensemble",
     "fdf-variants",
