@@ -69,6 +69,7 @@ EXPERIMENTS["fdf"] += [
     "fdf-heads",
     "fdf-vse",
     "fdf-rates",
+    "fdf-ensembles",
 ]
 
 REALIGNMENT = "python -m benchmarks.realignment --json {}"
