@@ -38,7 +38,7 @@ ALSO_DIFFER = {
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
     "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "fdf-vse": {"epochs"},
     "fdf-rates": {"epochs"}, "scan-ramp": {"lr_warmup_steps"}, "rcar-scenes": {"lr"}, "rcar-seeds": {"lr"},
-    "planned/rcar-scenes-ten": {"lr"}, "fdf-ensembles": {"lr", "epochs"},
+    "planned/rcar-scenes-ten": {"lr"}, "fdf-ensembles": {"lr", "epochs"}, "planned/fdf-ensembles-vse": {"lr", "epochs"},
 }  # fmt: skip
 
 
