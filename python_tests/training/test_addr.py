@@ -331,8 +331,8 @@ def test_batches_from_any_step_are_those_of_the_whole(data: Path, tmp_path: Path
 
 
 FRAGMENTS: dict[str, dict[str, object]] = {
-    "scan": {}, "scan mean": {"direction": "mean"}, "chan": {}, "bfan": {}, "sgraf": {}, "dbl": {}, "camp": {},
-    "naaf": {}, "vsrn": {},
+    "scan": {}, "scan mean": {"direction": "mean"}, "chan": {}, "bfan": {}, "sgraf": {"n_regions": 5}, "dbl": {},
+    "camp": {}, "naaf": {}, "vsrn": {}, "laps": {"n_regions": 5},
     "scan raw": {"no_imgnorm": True, "no_txtnorm": True}, "fdf scan": {}, "fdf chan raw": {"normalize_fused": False},
 }  # fmt: skip
 
@@ -344,7 +344,7 @@ def test_models_yield_what_enters_their_similarity(name: str) -> None:
     kind, *rest = name.split()
     if kind == "fdf":
         options = {"host": rest[0], "host_options": options, "conversions": 2}
-    model = models.create(kind, **options, **FRAGMENTS[name], **({"n_regions": 5} if name == "sgraf" else {})).eval()
+    model = models.create(kind, **options, **FRAGMENTS[name]).eval()
     assert isinstance(model, FragmentModel)
     assert model.fragment_dim == 12
     features, ids, lengths = torch.randn(3, 5, 10), torch.randint(0, 23, (3, 6)), torch.tensor([6, 2, 4])

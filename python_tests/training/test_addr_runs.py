@@ -186,7 +186,7 @@ def test_bfloat16(data: Path, tmp_path: Path, model: str) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in weights(tmp_path / "run").values())
 
 
-@pytest.mark.parametrize("model", ["bfan", "sgraf", "vsrn", "fdf"])
+@pytest.mark.parametrize("model", ["bfan", "sgraf", "vsrn", "fdf", "laps", "naaf"])
 def test_other_hosts(data: Path, tmp_path: Path, model: str) -> None:
     """A run of both phases leaves an ordinary model."""
     host = {"model": "chan", "conversions": 2, "realignment": False} if model == "fdf" else {"model": model}
