@@ -90,29 +90,48 @@ def _table(path: Path) -> Iterator[_Found]:
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True, **plain)
     try:
         names = next(lines, [])
-        columns = [name.strip().lower() for name in (map(_unquoted, names) if delimiter == "\t" else names)]
-        repeated = next((name for name in columns if columns.count(name) > 1), None)
-        if repeated is not None:
-            raise ValueError(f"{path}: line 1: the column {shown(repeated)} appears twice")
-        image, caption = (_first(names, columns, f"{path}: line 1: expected a column") for names in (_IMAGE, _CAPTION))
-        for cells in lines:
-            if cells:
-                place = f"line {lines.line_num}"
-                if len(cells) == len(columns):
-                    if delimiter == "\t":
-                        cells = list(map(_unquoted, cells))
-                    row = dict(zip(columns, cells, strict=True))
-                    yield place, row[image], row[caption], row.get(_SPLIT)
-                else:
-                    advice = ""
-                    if plain:
-                        advice = f"; a caption cannot contain {delimiter!r} or a line break, even in quotation marks"
-                    elif len(cells) > len(columns):
-                        advice = f"; put captions with {delimiter!r} in quotation marks"
-                    found = f"expected {len(columns)} cells as in line 1, got {len(cells)}{advice}"
-                    yield place, ValueError(found), None, None
     except csv.Error as error:
         raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
+    columns = [name.strip().lower() for name in (map(_unquoted, names) if delimiter == "\t" else names)]
+    repeated = next((name for name in columns if columns.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"{path}: line 1: the column {shown(repeated)} appears twice")
+    image, caption = (_first(names, columns, f"{path}: line 1: expected a column") for names in (_IMAGE, _CAPTION))
+    for place, cells in _records(lines, path):
+        if isinstance(cells, ValueError):
+            yield place, cells, None, None
+        elif len(cells) == len(columns):
+            if delimiter == "\t":
+                cells = list(map(_unquoted, cells))
+            row = dict(zip(columns, cells, strict=True))
+            yield place, row[image], row[caption], row.get(_SPLIT)
+        else:
+            advice = ""
+            if plain:
+                advice = f"; a caption cannot contain {delimiter!r} or a line break, even in quotation marks"
+            elif len(cells) > len(columns):
+                advice = f"; put captions with {delimiter!r} in quotation marks"
+            found = f"expected {len(columns)} cells as in line 1, got {len(cells)}{advice}"
+            yield place, ValueError(found), None, None
+
+
+def _records(lines: Any, path: Path) -> Iterator[tuple[str, list[str] | ValueError]]:
+    """Yield the place and the cells of each record of a `csv.reader`, or the error of a line that has none."""
+    while True:
+        start = lines.line_num + 1
+        try:
+            cells = next(lines, None)
+        except csv.Error as error:
+            problem = f"{error}; inside a caption in quotation marks, write each quotation mark twice"
+            # An open quotation mark takes in the lines after it, and with them their captions.
+            if lines.line_num > start:
+                raise ValueError(f"{path}: line {start}: {problem}") from None
+            yield f"line {start}", ValueError(problem)
+            continue
+        if cells is None:
+            return
+        if cells:
+            yield f"line {lines.line_num}", cells
 
 
 def _unquoted(cell: str) -> str:

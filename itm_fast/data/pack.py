@@ -32,7 +32,8 @@ from itm_fast.data.picture_sources import ResizedPictures
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
-from itm_fast.files import atomic, lock, regular
+from itm_fast.files import atomic, documents, lock, regular
+from itm_fast.files.messages import printable
 
 __all__ = ["SHARD_BYTES", "check_target", "pack", "pack_splits", "state_of"]
 
@@ -159,6 +160,11 @@ def _pack(
     progress: bool,
 ) -> Manifest:
     """Pack splits. `states` are the states of their files before opening. The caller holds the folder's lock."""
+    try:
+        documents.check_characters(datasets[0].source.encoder)
+    except ValueError:
+        folder = printable(datasets[0].source.encoder).split(" ", 4)[-1]
+        raise ValueError(f"encoder: {folder}: a store cannot name a path that is not UTF-8; rename it") from None
     sources = {data.split: _source_of(data) for data in datasets}
     words = store_format.vocabulary_digest(vocabulary)
     asked = {"dtype": dtype, "shard_bytes": shard_bytes, "vocabulary": words, "splits": sources}

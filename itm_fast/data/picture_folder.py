@@ -9,7 +9,7 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TypeVar
 
 import attrs
@@ -92,6 +92,7 @@ def collect(
         given = ",".join(f"{share:g}" for share in shares)
         raise ValueError(f"split: expected three shares with a sum of 1, such as 0.8,0.1,0.1, got {given}")
     rows, skipped = read_caption_file(captions)
+    rows = [_with_slashes(images, row) for row in rows]
     paths = _found(images, rows, skipped)
     rows = [row for row in rows if row.image in paths]
     known = {path.resolve() for path in paths.values()}
@@ -114,6 +115,15 @@ def collect(
     names = dict.fromkeys([name for name in _DRAWN if name in split_of.values()] + list(split_of.values()))
     splits = [_split(name, rows, split_of, paths, looks) for name in names]
     return Collection(splits, skipped, _duplicates(splits))
+
+
+def _with_slashes(images: Path, row: Row) -> Row:
+    """Return a row with slashes in its path, if the file was written on Windows."""
+    path = PureWindowsPath(row.image)
+    is_below = not path.is_absolute() and not path.drive and ".." not in path.parts
+    if "\\" not in row.image or not is_below or (images / row.image).is_file():
+        return row
+    return attrs.evolve(row, image=path.as_posix())
 
 
 def _refusal(problems: list[str]) -> ValueError:

@@ -29,6 +29,8 @@ from itm_fast.files import atomic, regular
 __all__ = ["StoredPictures", "as_patches", "as_square", "decode_picture", "encode_picture", "write_shard"]
 
 _MAX_HEADER_BYTES = 4096
+# Mapped shards at a time. Each takes a file handle, of which a process often may have 1,024.
+_MOST_MAPPED = 256
 
 
 def encode_picture(pixels: np.ndarray, dtype: str, quality: int) -> bytes:
@@ -131,7 +133,7 @@ class StoredPictures(Features):
         self._paths = [directory / shard.file for shard in split.shards]
         for path, shard in zip(self._paths, split.shards, strict=True):
             check_shard(path, dtype, shard, split.width)
-        self._maps = [np.memmap(path, dtype=np.uint8, mode="r") for path in self._paths]
+        self._maps: dict[int, np.memmap] = {}
         self._starts = [_starts(path, shard) for path, shard in zip(self._paths, split.shards, strict=True)]
         images = np.array([shard.images for shard in split.shards])
         self._firsts = np.cumsum(images) - images
@@ -162,9 +164,19 @@ class StoredPictures(Features):
         try:
             if self._paths[shard].stat().st_size < last:
                 raise ValueError("the file was truncated since it was opened")
-            return decode_picture(self._maps[shard][first:last].tobytes(), self.side)
+            return decode_picture(self._mapped(shard)[first:last].tobytes(), self.side)
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.place_of(image)} cannot be decoded ({error!s:.100})") from None
+
+    def _mapped(self, shard: int) -> np.memmap:
+        """Map a shard, and let go of the one that was used least recently if there are many."""
+        found = self._maps.pop(shard, None)
+        if found is None:
+            found = np.memmap(self._paths[shard], dtype=np.uint8, mode="r")
+            if len(self._maps) >= _MOST_MAPPED:
+                del self._maps[next(iter(self._maps))]
+        self._maps[shard] = found
+        return found
 
     def gather(self, images: np.ndarray) -> Tensor:
         return self.augmented(images, images, None)

@@ -84,7 +84,9 @@ def _unchanged(make: Callable[[Path], Any], digests: Mapping[Path, bytes], path:
     """Return `make(path)`; raise ValueError if the file is not the one that was looked at first."""
     with contextlib.suppress(OSError):
         if hashlib.sha256(regular.read_bytes(path)).digest() != digests[path]:
-            raise ValueError(f"{path}: changed while it was imported; run the command again")
+            raise ValueError(
+                f"{path}: changed while it was imported; restore it, or remove the unfinished store and import again"
+            )
     return make(path)
 
 

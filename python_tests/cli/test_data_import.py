@@ -30,13 +30,15 @@ from itm_fast.data import (
     picture_folder,
     picture_lookup,
     picture_of,
+    picture_shards,
 )
-from itm_fast.data.import_pictures import import_features
+from itm_fast.data.import_pictures import import_features, import_pictures
 from itm_fast.data.pack import check_target
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_folder import collect
 from itm_fast.data.picture_shards import StoredPictures
 from itm_fast.data.picture_sources import EncodedPictures
+from itm_fast.data.preprocessing import Preprocessing
 from itm_fast.models.vision_folder import load_picture_encoder
 from python_tests.helpers.bert import write_bert
 from python_tests.helpers.clip import write_clip
@@ -342,12 +344,54 @@ def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object
     assert sum(path.stat().st_mtime_ns == modified for path, modified in kept.items()) >= 4
 
 
+def test_more_shards_of_pictures_than_may_be_open_are_read(
+    tmp_path: Path, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = collect(tmp_path / "pictures", tmp_path / "captions.csv", shares=(1, 0, 0)).splits
+    manifest = import_pictures(splits, tmp_path / "captions.csv", tmp_path / "store", Preprocessing(16), grid=2,
+                               min_count=1, shard_bytes=1)  # fmt: skip
+    record = manifest.splits[0]
+    assert len(record.shards) == record.images == 40
+    expected = [StoredPictures(tmp_path / "store", "jpeg", record).picture(image) for image in range(40)]
+    monkeypatch.setattr(picture_shards, "_MOST_MAPPED", 3)
+    stored = StoredPictures(tmp_path / "store", "jpeg", record)
+    mapped, real = [], np.memmap
+    monkeypatch.setattr(np, "memmap", lambda path, **options: mapped.append(path) or real(path, **options))
+    for image in (*range(40), *range(39, -1, -1)):
+        np.testing.assert_array_equal(stored.picture(image), expected[image])
+        assert len(stored._maps) <= 3
+    # At the turn, the last three are still open.
+    assert len(mapped) == 40 + 37
+
+
+def test_paths_of_windows_are_read(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path / "pictures" / "dogs", 4)
+    captions = tmp_path / "captions.csv"
+    captions.write_text("image,caption\n" + "".join(f"dogs\\{name},a dog\n" for name in names))
+    found = collect(tmp_path / "pictures", captions, shares=(1, 0, 0))
+    assert sorted(found.splits[0].names) == [f"dogs/{name}" for name in sorted(names)]
+    captions.write_text("image,caption\n..\\..\\secret.png,a dog\n")
+    with pytest.raises(ValueError, match="no such picture"):
+        collect(tmp_path / "pictures", captions)
+
+
+def test_an_encoder_whose_path_is_not_utf_8_is_refused_before_it_runs(tmp_path: Path, arguments: list[object]) -> None:
+    splits = collect(tmp_path / "pictures", tmp_path / "captions.csv").splits
+    encoder = GridEncoder()
+    encoder.kind = f"encoder -1 patches {'0' * 64} /models/b\udce9b x/vit"
+    message = r"encoder: /models/b\udce9b x/vit: a store cannot name a path that is not UTF-8; rename it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        import_features(splits, tmp_path / "captions.csv", tmp_path / "store", encoder, min_count=1)
+    assert not list((tmp_path / "store").glob("*.safetensors"))
+
+
 def test_a_picture_that_changes_during_the_import_is_one_line(tmp_path: Path, arguments: list[object]) -> None:
     images, captions = tmp_path / "pictures", tmp_path / "captions.csv"
     splits = collect(images, captions).splits
     path = splits[0].paths[5]
     Image.new("RGB", (8, 8)).save(path)
-    with pytest.raises(ValueError, match=re.escape(f"{path}: changed while it was imported; run the command again")):
+    advice = "changed while it was imported; restore it, or remove the unfinished store and import again"
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {advice}")):
         import_features(splits, captions, tmp_path / "store", GridEncoder(), min_count=1)
     path.unlink()
     with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read: No such file or directory")):

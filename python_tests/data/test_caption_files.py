@@ -157,6 +157,17 @@ def test_images_without_an_own_id_are_refused(tmp_path: Path, images: list[dict[
         read_caption_file(path)
 
 
+def test_a_line_with_a_stray_quotation_mark_is_a_problem_of_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('image,caption\na.png,"Hello" says the man\nb.png,"""Hello"" says the man"\nc.png,"an open quote')
+    rows, problems = read_caption_file(path)
+    assert [(row.image, row.caption) for row in rows] == [("b.png", '"Hello" says the man')]
+    advice = "inside a caption in quotation marks, write each quotation mark twice"
+    assert problems == [
+        f"{path}: line 2: ',' expected after '\"'; {advice}", f"{path}: line 4: unexpected end of data; {advice}",
+    ]  # fmt: skip
+
+
 def test_usual_splits_are_known_in_any_case(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     names = ["Train", "TRAIN", "Val", "restval", "TEST", "Mine"]
@@ -171,7 +182,10 @@ UNREADABLE = {
     "a.csv": ("picture,words\n", "line 1: expected a column image or file_name, found ['picture', 'words']"),
     "d.csv": ("image,caption,Caption\n", "line 1: the column 'caption' appears twice"),
     "b.csv": ("image,caption\n", "expected at least one caption, found none"),
-    "c.csv": ('image,caption\na.png,"an open quote\n', "line 2: unexpected end of data"),
+    "c.csv": (
+        'image,caption\na.png,words\nb.png,"an open quote\nc.png,words\nd.png,"words"\n',
+        "line 3: ',' expected after '\"'; inside a caption in quotation marks, write each quotation mark twice",
+    ),
     "a.json": ("[]", "expected captions as COCO or Karpathy write them: an object with a list 'images'"),
     "b.json": ('{"images": [], "annotations": 3}', "annotations: expected a list of objects, got 3"),
 }
