@@ -7,6 +7,7 @@ module of `train` needs torch for its options: it is imported when `train` is ca
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -36,6 +37,9 @@ from itm_fast.files.messages import printable, shortened, shown
 from itm_fast.version import __version__
 
 __all__ = ["app", "main", "run"]
+
+
+_MANY_FILES = 1 << 16
 
 
 class _Root(Group):
@@ -113,7 +117,22 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     warnings.showwarning = _show_warning
+    _allow_many_files()
     sys.exit(run(arguments))
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files: an index has one for each 128 MiB, twice while it changes."""
+    try:
+        import resource
+    except ImportError:  # Not on Windows.
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Some systems allow fewer than they say.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -182,7 +182,7 @@ def _print(report: Report | StoreReport) -> None:
 
     from itm_fast.data.check import Report
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if isinstance(report, Report):
         _print_splits(report, console)
         _print_found("warning", report.warnings, console)

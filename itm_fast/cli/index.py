@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itm_fast.cli.index_options import Checkpoints, Data, IndexArgument, Pictures, Split, Threads, Thumbnails
+from itm_fast.cli.index_options import (
+    Checkpoints,
+    Data,
+    Device,
+    IdPrefix,
+    IndexArgument,
+    Pictures,
+    SkipBad,
+    Split,
+    Threads,
+    Thumbnails,
+)
 from itm_fast.cli.index_sources import source_of, split_of, split_to_learn_from, training_data
 from itm_fast.cli.models import check_run
 from itm_fast.cli.options import Command, Group
@@ -101,15 +112,18 @@ def build_command(
         int | None,
         typer.Option(metavar="N", min=1, help="Number of captions to calibrate with, drawn at random. Default: 200."),
     ] = None,
+    id_prefix: IdPrefix = "",
+    skip_bad: SkipBad = False,
     thumbnails: Thumbnails = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the index in INDEX in one step.")] = False,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Encode the images and captions of a split, or a folder of pictures, and write an index."""
     from itm_fast.files.processors import device_of, set_threads
     from itm_fast.search import Index, encoder_kind
     from itm_fast.search import calibrate as choose
+    from itm_fast.search.encoders import check_same_kind
     from itm_fast.search.members import Members
     from itm_fast.search.pictures import check_kind, kind_of
 
@@ -126,6 +140,8 @@ def build_command(
         raise ValueError("--encoder: expected either --encoder or --preprocessing")
     if encoder is None and (layer, pool) != (-1, "patches"):
         raise ValueError("--layer, --pool: expected only with --encoder")
+    if skip_bad and pictures is None:
+        raise ValueError("--skip-bad: expected only with --pictures")
     set_threads(threads)
     if encoder is not None:
         preprocessing = encoder_kind(encoder, layer, pool)
@@ -146,8 +162,10 @@ def build_command(
             training = training_data(members, checkpoint[0], training_split or "train")
         except ValueError as error:
             cause = str(error)
-        if preprocessing is None and training is not None:
-            preprocessing = kind_of(training)
+        if training is not None:
+            made_by = kind_of(training)
+            preprocessing = made_by if preprocessing is None else preprocessing
+            check_same_kind(made_by, preprocessing)
         if not preprocessing:
             advice = "add --preprocessing, such as 224x14, or --encoder DIR"
             if cause:
@@ -168,6 +186,8 @@ def build_command(
         candidates=candidates,
         thumbnails=thumbnails,
         overwrite=overwrite,
+        id_prefix=id_prefix,
+        skip_bad=skip_bad,
         progress=True,
     )
     _print_sizes(index)
@@ -200,19 +220,27 @@ def add_command(
         Path | None,
         typer.Option(metavar="DIR", help="Vision model that encodes --pictures, if it was moved since the build."),
     ] = None,
+    id_prefix: IdPrefix = "",
+    skip_bad: SkipBad = False,
     thumbnails: Thumbnails = True,
+    device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Encode more images and captions, and add them to an index: all, or none if there is an error."""
-    from itm_fast.files.processors import set_threads
+    from itm_fast.files.processors import device_of, set_threads
     from itm_fast.search import Index
 
     if new_only and pictures is None:
         raise ValueError("--new-only: expected only with --pictures")
+    if skip_bad and pictures is None:
+        raise ValueError("--skip-bad: expected only with --pictures")
     set_threads(threads)
-    opened = Index.open(index, checkpoint)
+    opened = Index.open(index, checkpoint, device=device_of(device))
     source = source_of(opened.members, checkpoint or [index], data, split, pictures)
-    added, skipped = opened.add(source, encoder=encoder, thumbnails=thumbnails, new_only=new_only, progress=True)
+    added, skipped = opened.add(
+        source, id_prefix=id_prefix, encoder=encoder, thumbnails=thumbnails, new_only=new_only, skip_bad=skip_bad,
+        progress=True,
+    )  # fmt: skip
     if new_only:
         typer.echo(f"{added:,} added, {skipped:,} skipped, which the index has already")
     _print_sizes(opened)
@@ -250,6 +278,27 @@ def compact_command(index: IndexArgument) -> None:
     opened = Index.open(index)
     opened.compact()
     _print_sizes(opened)
+
+
+@app.command("relocate", cls=Command)
+def relocate_command(
+    index: IndexArgument,
+    checkpoint: Annotated[
+        list[Path] | None, typer.Option(metavar="RUN", help="Run directory of the model; repeat it for an ensemble.")
+    ] = None,
+    encoder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Vision model that turns pictures into features.")
+    ] = None,
+) -> None:
+    """Record where the models of an index are, after they were moved. Other models are refused."""
+    from itm_fast.search import Index
+
+    if checkpoint is None and encoder is None:
+        raise ValueError("--checkpoint: expected --checkpoint RUN, --encoder DIR, or both")
+    for run in checkpoint or ():
+        check_run(run)
+    Index.open(index).relocate(checkpoint, encoder=encoder)
+    _print_sizes(Index.open(index))
 
 
 @app.command("info", cls=Command)

@@ -20,4 +20,12 @@ Pictures = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of pi
 Thumbnails = Annotated[
     bool, typer.Option("--thumbnails/--no-thumbnails", help="Keep a small copy of each picture, for result pages.")
 ]
+IdPrefix = Annotated[
+    str, typer.Option("--id-prefix", metavar="TEXT", help="Put this before the id of each new item, such as dev-.")
+]
+SkipBad = Annotated[
+    bool,
+    typer.Option("--skip-bad", help="Leave out pictures that cannot be decoded, and list them, instead of stopping."),
+]
+Device = Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")]
 Threads = Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import typer
 
-from itm_fast.cli.index_options import Checkpoints, Threads
+from itm_fast.cli.index_options import Checkpoints, Device, Threads
 from itm_fast.cli.targets import check_targets
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def search(
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the results with their pictures.")
     ] = None,
     checkpoint: Checkpoints = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Find the best items of an index for texts or pictures.
@@ -193,7 +193,7 @@ def _print(results: Results) -> None:
         caption = hit.item.captions[0] if hit.item.captions else hit.item.picture
         cells = (hit.item.id, caption, *[hit.service] * services)
         table.add_row(str(hit.rank), f"{hit.score:.4f}", *(escape(printable(cell)) for cell in cells))
-    Console(highlight=False).print(table)
+    Console(highlight=False, emoji=False).print(table)
 
 
 def _found(index: Index, hit: Hit) -> FoundItem:

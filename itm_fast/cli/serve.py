@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from itm_fast.cli.index_options import Checkpoints, IndexArgument, Threads
+from itm_fast.cli.index_options import Checkpoints, Device, IndexArgument, Threads
 
 __all__ = ["check_packages", "run_service", "serve"]
 
@@ -51,7 +51,7 @@ def serve(
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Queries that are computed together.")] = 16,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log each request, with its query.")] = False,
     checkpoint: Checkpoints = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device, such as cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Serve an index over HTTP: a page to search by typing, and JSON for programs.

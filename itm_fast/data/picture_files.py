@@ -1,6 +1,6 @@
 """Decode picture files: upright RGB from any format that Pillow reads. Several processes decode ahead.
 
-Inside: `open_picture`, `readable_formats`, `look_at`, `Look`, `decoded`, `near_duplicates`.
+Inside: `open_picture`, `check_start`, `readable_formats`, `look_at`, `Look`, `decoded`, `near_duplicates`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itm_fast.files import regular
 from itm_fast.files.messages import shortened
 from itm_fast.files.processors import check_count
 
-__all__ = ["Look", "decoded", "look_at", "near_duplicates", "open_picture", "readable_formats"]
+__all__ = ["Look", "check_start", "decoded", "look_at", "near_duplicates", "open_picture", "readable_formats"]
 
 Result = TypeVar("Result")
 
@@ -54,6 +54,21 @@ def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Imag
     Raises:
         ValueError: the file cannot be read or decoded, is truncated, or has too many pixels. The message names it.
     """
+    with _opened(path, content) as image:
+        is_deep = image.mode == "F" or 32 in getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, ())
+        image.load()
+        return _as_rgb(ImageOps.exif_transpose(image), is_deep)
+
+
+def check_start(path: Path) -> None:
+    """Raise ValueError if a file does not begin like a picture that `open_picture` decodes. The rest is not decoded."""
+    with _opened(path, None):
+        pass
+
+
+@contextlib.contextmanager
+def _opened(path: Path, content: bytes | Image.Image | None) -> Iterator[Image.Image]:
+    """Yield a picture that is not decoded yet. Errors of the block become those of `open_picture`."""
     if content is None:
         content = _content(path)
     if isinstance(content, Image.Image):
@@ -78,9 +93,7 @@ def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Imag
                     raise ValueError(
                         f"{image.width} x {image.height} pixels: a side is more than {MOST_STRETCHED} times the other"
                     )
-                is_deep = image.mode == "F" or 32 in getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, ())
-                image.load()
-                return _as_rgb(ImageOps.exif_transpose(image), is_deep)
+                yield image
         except UnidentifiedImageError:
             raise ValueError(
                 f"{path}: not a picture in a format that Pillow reads, or of zero width or height"

@@ -90,6 +90,12 @@ class PictureEncoder:
         found = self(torch.zeros(1, side, side, 3, dtype=torch.uint8))
         self.regions, self.width = found.shape[1], found.shape[2]
 
+    def to(self, device: torch.device | str) -> PictureEncoder:
+        """Move the model to a device, and return this encoder."""
+        self.device = torch.device(device)
+        self._model.to(self.device)
+        return self
+
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
         """Encode pixels (n, side, side, 3) uint8 as regions (n, k, f) float32 on the CPU."""

@@ -1,13 +1,14 @@
 """Build, add, delete and compact: each takes the lock, and takes effect when the manifest is replaced.
 
-Inside: `build`, `add`, `delete`, `compact`, `update`.
+Inside: `build`, `add`, `delete`, `compact`, `relocate`, `update`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 
 from itm_fast.data import CaptionDataset
 from itm_fast.files.messages import shown
-from itm_fast.search.encoders import check_same_encoder, moved
+from itm_fast.search.encoders import check_same_kind, moved, preprocessing_of
 from itm_fast.search.learning import learned_pooling
 from itm_fast.search.manifest import (
     POOLINGS,
@@ -27,15 +28,15 @@ from itm_fast.search.manifest import (
     is_index,
     read_manifest,
 )
-from itm_fast.search.members import Members
+from itm_fast.search.members import Members, Models, members_of
 from itm_fast.search.pictures import check_kind, kind_of
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
 from itm_fast.search.snapshot import Snapshot
-from itm_fast.search.sources import Source, batches_of, new_pictures, size_of
+from itm_fast.search.sources import Listed, Source, batches_of, named, size_of
 from itm_fast.search.writing import Builder, check_content, check_folder, commit, compacted, locked, remove_strays
 
-__all__ = ["add", "build", "compact", "delete", "update"]
+__all__ = ["add", "build", "compact", "delete", "relocate", "update"]
 
 
 def _check(candidates: int, dtype: str, pooling: str, batch_size: int) -> None:
@@ -53,6 +54,7 @@ def build(
     path: Path,
     *,
     ids: Sequence[str] | None,
+    id_prefix: str,
     captions: Sequence[str] | None,
     preprocessing: str | None,
     dtype: str,
@@ -61,6 +63,7 @@ def build(
     candidates: int,
     thumbnails: bool,
     overwrite: bool,
+    skip_bad: bool,
     batch_size: int,
     progress: bool,
 ) -> None:
@@ -80,7 +83,9 @@ def build(
         own = kind_of(source) if isinstance(source, CaptionDataset) else ""
         if preprocessing is None:
             preprocessing = own
-        check_same_encoder(own, preprocessing)
+        check_same_kind(own, preprocessing)
+        if training is not None and preprocessing:
+            check_same_kind(kind_of(training), preprocessing)
         check_texts(members.checkpoints, preprocessing)
         pool, weights = Pooling([None] * len(members.models)), None
         if pooling == "learned" and data is not None:
@@ -88,8 +93,8 @@ def build(
             tensors = pool.tensors()
             weights = write_tensors(path, "pooling", tensors) if tensors else None
         builder = Builder(path, pool, dtype)
-        _fill(builder, members, source, dict.fromkeys(SIDES, ()), ids, captions, preprocessing,
-              thumbnails, batch_size, progress)  # fmt: skip
+        listed, names = named(source, ids, id_prefix)
+        _fill(builder, members, listed, names, captions, preprocessing, thumbnails, skip_bad, batch_size, progress)
         for side in SIDES:
             builder.flush(side)
         manifest = Manifest(
@@ -124,32 +129,36 @@ def _earlier(path: Path, *, overwrite: bool) -> Manifest | None:
 def _fill(
     builder: Builder,
     members: Members,
-    source: Source,
-    taken: Mapping[str, Container[str]],
-    ids: Sequence[str] | None,
+    source: Listed,
+    names: Sequence[str],
     captions: Sequence[str] | None,
     preprocessing: str,
     thumbnails: bool,
+    skip_bad: bool,
     batch_size: int,
     progress: bool,
-) -> None:
+) -> int:
+    """Encode the items of a source; return their number."""
+    skipped: list[str] = []
     batches = batches_of(
-        source, ids=ids, captions=captions, pictures=preprocessing, thumbnails=thumbnails, size=batch_size
-    )
-    hidden = None if progress else True
-    with tqdm(total=size_of(source), desc="index", unit="item", leave=False, disable=hidden) as bar:
+        source, names, captions=captions, pictures=preprocessing, thumbnails=thumbnails, size=batch_size,
+        device=members.device, skipped=skipped if skip_bad else None, progress=progress,
+    )  # fmt: skip
+    added = 0
+    with tqdm(total=size_of(source), desc="index", unit="item", leave=False, disable=None if progress else True) as bar:
         for batch in batches:
-            side = batch.items[0].side
-            for item in batch.items:
-                if item.id in taken[side]:
-                    advice = ", or skip it with --new-only" if isinstance(source, str | os.PathLike) else ""
-                    raise ValueError(f"ids: {shown(item.id)} is in the index already; delete it first{advice}")
             if batch.features is None:
                 encodings = members.encode_captions([item.captions[0] for item in batch.items])
             else:
                 encodings = members.encode_images(batch.features)
-            builder.add(side, batch.items, batch.thumbnails, encodings)
+            builder.add(batch.items[0].side, batch.items, batch.thumbnails, encodings)
+            added += len(batch.items)
             bar.update(len(batch.items))
+    if not added:
+        raise ValueError(f"source: no picture can be decoded, {len(skipped):,} in all; the first: {skipped[0]}")
+    for line in skipped:
+        warnings.warn(f"left out: {line}", stacklevel=2)
+    return added
 
 
 def add(
@@ -158,42 +167,52 @@ def add(
     source: Source,
     *,
     ids: Sequence[str] | None,
+    id_prefix: str,
     captions: Sequence[str] | None,
     encoder: str | os.PathLike[str] | None,
     thumbnails: bool,
     new_only: bool,
+    skip_bad: bool,
     batch_size: int,
     progress: bool,
 ) -> tuple[int, int]:
     """Add items to an index; arguments and result as in `Index.add`."""
     _check(1, ROW_TYPES[0], POOLINGS[0], batch_size)
-    skipped = 0
-    if new_only and (not isinstance(source, str | os.PathLike) or ids is not None or captions is not None):
+    is_folder = isinstance(source, str | os.PathLike)
+    if new_only and (not is_folder or ids is not None or captions is not None):
         raise ValueError("new_only: expected a folder of pictures as source, without ids and captions")
     with _changing(path) as manifest:
         if manifest.models != members.fingerprints:
             raise ValueError(f"{path}: the index was replaced by one of another model; open it again")
         snapshot = Snapshot(path, manifest)
-        taken = {side: snapshot.sides[side].ids for side in SIDES}
-        if new_only and isinstance(source, str | os.PathLike):
-            new, skipped = new_pictures(source, taken["images"])
-            if not new:
-                return 0, skipped
-            source, ids = list(new.values()), list(new)
-        builder = Builder(path, snapshot.pooling, manifest.dtype)
         kind = manifest.pictures if encoder is None else moved(manifest.pictures, encoder)
         if isinstance(source, CaptionDataset):
-            check_same_encoder(kind_of(source), kind)
-        _fill(builder, members, source, taken, ids, captions, kind, thumbnails, batch_size, progress)
-        kept: list[SegmentRecord] = []
+            check_same_kind(kind_of(source), kind)
+        listed, names = named(source, ids, id_prefix)
+        taken = snapshot.sides["images"].ids
+        known = [name for name in names if name in taken]
+        if new_only and isinstance(listed, list):
+            kept = [(path, name) for path, name in zip(listed, names, strict=True) if name not in taken]
+            if not kept:
+                return 0, len(known)
+            listed, names = [path for path, _ in kept], [name for _, name in kept]
+        elif known:
+            advice = ", or skip it with --new-only" if is_folder else ""
+            raise ValueError(
+                f"ids: {shown(known[0])} is in the index already; delete it first{advice}, or name the new ones apart "
+                "with --id-prefix"
+            )
+        builder = Builder(path, snapshot.pooling, manifest.dtype)
+        added = _fill(builder, members, listed, names, captions, kind, thumbnails, skip_bad, batch_size, progress)
+        records: list[SegmentRecord] = []
         for side in SIDES:
             own = [one for one in manifest.segments if one.side == side]
             if not any(one.side == side for one in builder.records):
                 own = builder.take_small(side, own, len(manifest.models))
-            kept += own
+            records += own
             builder.flush(side)
-        commit(path, _changed(manifest, [*kept, *builder.records]))
-    return size_of(source), skipped
+        commit(path, _changed(manifest, [*records, *builder.records]))
+    return added, len(known)
 
 
 def delete(path: Path, ids: Sequence[str]) -> int:
@@ -231,6 +250,23 @@ def compact(path: Path) -> None:
         records = compacted(path, manifest)
         if tuple(records) != manifest.segments:
             commit(path, _changed(manifest, records))
+
+
+def relocate(path: Path, checkpoints: Models | None, encoder: str | os.PathLike[str] | None) -> None:
+    """Record other places of the same models; arguments and errors as in `Index.relocate`."""
+    if checkpoints is None and encoder is None:
+        raise ValueError("relocate: expected run directories, an encoder, or both")
+    with _changing(path) as manifest:
+        runs, kind = manifest.checkpoints, manifest.pictures
+        if checkpoints is not None:
+            runs = members_of(path, manifest, checkpoints, "cpu").checkpoints
+            if not runs:
+                raise ValueError("checkpoints: expected run directories")
+        if encoder is not None:
+            kind = moved(kind, encoder)
+            preprocessing_of(kind)
+        check_texts(runs, kind)
+        commit(path, _changed(attrs.evolve(manifest, checkpoints=runs, pictures=kind), manifest.segments))
 
 
 def update(path: Path, change: Callable[[Manifest], Manifest]) -> None:

@@ -1,7 +1,7 @@
 """Encode pictures with a separate vision model, as `data import --encoder` does.
 
-Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `is_loadable`, `check_same_encoder`,
-`moved`, `preprocessing_of`.
+Inside: `EncoderError`, `encoder_kind`, `encoded`, `is_encoder_kind`, `is_loadable`, `check_same_kind`, `moved`,
+`preprocessing_of`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from itm_fast.data.preprocessing import Preprocessing
@@ -22,7 +20,7 @@ from itm_fast.files.messages import shown
 from itm_fast.models.vision_folder import PictureEncoder, load_picture_encoder
 
 __all__ = [
-    "EncoderError", "check_same_encoder", "encoded", "encoder_kind", "is_encoder_kind", "is_loadable", "moved",
+    "EncoderError", "check_same_kind", "encoded", "encoder_kind", "is_encoder_kind", "is_loadable", "moved",
     "preprocessing_of",
 ]  # fmt: skip
 
@@ -58,10 +56,18 @@ def is_encoder_kind(kind: str) -> bool:
     return _KIND.fullmatch(kind) is not None
 
 
-def check_same_encoder(made_by: str, kind: str) -> None:
-    """Raise ValueError if `kind` is not that of the encoder that made features; its folder may have moved."""
+def check_same_kind(made_by: str, kind: str) -> None:
+    """Raise ValueError if pictures of `kind` would become other features than those made by `made_by`.
+
+    Either may be "", which is unknown, but an index must know the encoder of its features. Its folder may have moved.
+    """
     own, given = _KIND.fullmatch(made_by), _KIND.fullmatch(kind)
-    if own is None or (given is not None and given[3] == own[3]):
+    if own is None:
+        if made_by and kind and made_by != kind:
+            other = kind if given is None else f"layer {given[1]} and pool {given[2]} of {given[4]}"
+            raise ValueError(f"preprocessing: the features were made as {made_by}, got {shown(other)}")
+        return
+    if given is not None and given[3] == own[3]:
         return
     made = f"the features were made with layer {own[1]} and pool {own[2]} of {own[4]}"
     if not kind:
@@ -101,15 +107,16 @@ def preprocessing_of(kind: str) -> Preprocessing:
     return _encoder(kind).preprocessing
 
 
-def encoded(images: Iterable[Image.Image], kind: str) -> Tensor:
-    """Return the features (n, k, f) float32 of decoded pictures.
+def encoded(pixels: np.ndarray, kind: str, device: torch.device | str = "cpu") -> Tensor:
+    """Return the features (n, k, f) float32 of pixels (n, side, side, 3) uint8, on the CPU.
+
+    The pixels have the size that `preprocessing_of` tells. The encoder runs on `device`.
 
     Raises:
         EncoderError: the encoder cannot be loaded, or is not the one of the index.
     """
-    encoder = _encoder(kind)
-    pixels = torch.from_numpy(np.stack([encoder.preprocessing.square(image) for image in images]))
-    return torch.cat([encoder(part) for part in pixels.split(_BATCH)]).to("cpu", torch.float32)
+    encoder = _encoder(kind).to(device)
+    return torch.cat([encoder(part) for part in torch.from_numpy(pixels).split(_BATCH)]).to(torch.float32)
 
 
 def _encoder(kind: str) -> PictureEncoder:
@@ -119,7 +126,8 @@ def _encoder(kind: str) -> PictureEncoder:
     try:
         encoder = _loaded(folder, int(layer), pool)
     except ValueError as error:
-        raise EncoderError(f"{error}; if the encoder was moved, name it with --encoder DIR") from None
+        advice = "if it was moved, record its folder with itm-fast index relocate INDEX --encoder DIR"
+        raise EncoderError(f"{error}; {advice}") from None
     if encoder.digest != digest:
         raise EncoderError(f"{folder}: not the encoder that made the features of the index, or it has changed")
     return encoder

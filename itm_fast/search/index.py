@@ -71,6 +71,7 @@ class Index(OpenIndex):
         path: str | os.PathLike[str],
         *,
         ids: Sequence[str] | None = None,
+        id_prefix: str = "",
         captions: Sequence[str] | None = None,
         preprocessing: str | None = None,
         dtype: str = "bf16",
@@ -79,6 +80,7 @@ class Index(OpenIndex):
         candidates: int = searching.CANDIDATES,
         thumbnails: bool = True,
         overwrite: bool = False,
+        skip_bad: bool = False,
         batch_size: int = 128,
         progress: bool = False,
         device: torch.device | str = "cpu",
@@ -92,6 +94,7 @@ class Index(OpenIndex):
                 arrays (height, width, 3) or pictures of Pillow.
             path: the folder to write. A killed build leaves no index, and the next one removes its files.
             ids: a name for each image; default: the names in the data set, paths below the folder, or numbers.
+            id_prefix: goes before each name.
             captions: a text for each image of features or pictures, which results show.
             preprocessing: how a picture becomes features: "emoji"; "SIDExGRID" for the patches that stores of
                 pictures hold, such as "224x14", and "224x14 stretched" for those of `data import --stretch`; or what
@@ -104,6 +107,7 @@ class Index(OpenIndex):
             candidates: number of items that the model scores per query.
             thumbnails: keep a small copy of each picture.
             overwrite: replace the index in `path` in one step.
+            skip_bad: leave out pictures that cannot be decoded, with a warning for each; False: raise an error.
             batch_size: items that are encoded at a time.
             progress: show a progress bar on a terminal.
             device: where models that are loaded run.
@@ -117,9 +121,9 @@ class Index(OpenIndex):
         """
         members = model if isinstance(model, Members) else Members(model, device)
         changing.build(
-            members, source, Path(path), ids=ids, captions=captions, preprocessing=preprocessing, dtype=dtype,
-            pooling=pooling, training=training, candidates=candidates, thumbnails=thumbnails, overwrite=overwrite,
-            batch_size=batch_size, progress=progress,
+            members, source, Path(path), ids=ids, id_prefix=id_prefix, captions=captions, preprocessing=preprocessing,
+            dtype=dtype, pooling=pooling, training=training, candidates=candidates, thumbnails=thumbnails,
+            overwrite=overwrite, skip_bad=skip_bad, batch_size=batch_size, progress=progress,
         )  # fmt: skip
         return cls(Path(path), members, device)
 
@@ -197,10 +201,12 @@ class Index(OpenIndex):
         source: Source,
         *,
         ids: Sequence[str] | None = None,
+        id_prefix: str = "",
         captions: Sequence[str] | None = None,
         encoder: str | os.PathLike[str] | None = None,
         thumbnails: bool = True,
         new_only: bool = False,
+        skip_bad: bool = False,
         batch_size: int = 128,
         progress: bool = False,
     ) -> tuple[int, int]:
@@ -211,15 +217,15 @@ class Index(OpenIndex):
                 the folder. A file with other content is skipped, too.
 
         Returns:
-            The numbers of items that were added and skipped.
+            The numbers of items that were added, and of pictures that the index has already.
 
         Raises:
             ValueError: as `build`; an id is taken, or the features were made by another encoder than the index's; or
                 `new_only` was given with another source, or with `ids` or `captions`.
         """
         numbers = changing.add(
-            self.path, self.members, source, ids=ids, captions=captions, encoder=encoder, thumbnails=thumbnails,
-            new_only=new_only, batch_size=batch_size, progress=progress,
+            self.path, self.members, source, ids=ids, id_prefix=id_prefix, captions=captions, encoder=encoder,
+            thumbnails=thumbnails, new_only=new_only, skip_bad=skip_bad, batch_size=batch_size, progress=progress,
         )  # fmt: skip
         self.reload()
         return numbers
@@ -237,6 +243,19 @@ class Index(OpenIndex):
     def compact(self) -> None:
         """Remove deleted items from the disk, and join small files. Readers go on."""
         changing.compact(self.path)
+        self.reload()
+
+    def relocate(self, checkpoints: Models | None = None, *, encoder: str | os.PathLike[str] | None = None) -> None:
+        """Record where the models and the encoder of pictures are, after they were moved.
+
+        Args:
+            checkpoints: the run directories of the models, in the order of the build.
+            encoder: the folder of the vision model that turns pictures into features.
+
+        Raises:
+            ValueError: neither was given, a folder cannot be read, or it holds another model.
+        """
+        changing.relocate(self.path, checkpoints, encoder)
         self.reload()
 
     def set_candidates(self, candidates: int) -> None:

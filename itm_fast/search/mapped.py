@@ -52,6 +52,9 @@ class MappedFile:
                 pass
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path}: not a readable segment ({shortened(str(error))})") from None
+        except RuntimeError as error:
+            # Of the system, such as too many open files.
+            raise OSError(f"{path}: cannot be mapped ({shortened(str(error))})") from None
         # A private mapping that may be written, because PyTorch warns of others.
         self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         size = int.from_bytes(self._mapping[:8], "little")

@@ -86,6 +86,11 @@ class Members:
         """Return the first model."""
         return self.models[0]
 
+    @property
+    def device(self) -> torch.device:
+        """Return where the first model runs."""
+        return _device(self.main)
+
     @torch.no_grad()
     def encode_images(self, features: Tensor | Fragments) -> Encodings:
         """Encode features (n, k, f), or Fragments, by each model; the results are on the CPU in float32."""

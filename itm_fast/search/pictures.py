@@ -1,6 +1,7 @@
 """Turn pictures into the features that a model was trained on, and into thumbnails.
 
-Inside: `Picture`, `kind_of`, `check_kind`, `grid_of`, `features_of`, `thumbnail`, `picture_in`.
+Inside: `Picture`, `kind_of`, `check_kind`, `grid_of`, `features_of`, `scaling_of`, `features_of_squares`,
+`opened`, `thumbnail`, `picture_in`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,10 @@ from itm_fast.data.preprocessing import Preprocessing
 from itm_fast.files.messages import shown
 from itm_fast.search.encoders import encoded, is_encoder_kind, preprocessing_of
 
-__all__ = ["Picture", "check_kind", "features_of", "grid_of", "kind_of", "picture_in", "thumbnail"]
+__all__ = [
+    "Picture", "check_kind", "features_of", "features_of_squares", "grid_of", "kind_of", "opened", "picture_in",
+    "scaling_of", "thumbnail",
+]  # fmt: skip
 
 # A path, the content of a file, pixels (height, width, 3) uint8, or a picture that Pillow has opened.
 Picture = str | os.PathLike[str] | bytes | np.ndarray | Image.Image
@@ -45,17 +50,32 @@ def kind_of(dataset: CaptionDataset) -> str:
     return "emoji" if emoji.picture_if_patches(features.numpy()) is not None else ""
 
 
-def features_of(pictures: list[Picture], kind: str) -> Tensor:
-    """Return the features (n, k, f) float32 of pictures. `kind` is as `kind_of` or `encoder_kind` returns it.
+def features_of(pictures: list[Picture], kind: str, device: torch.device | str = "cpu") -> Tensor:
+    """Return the features (n, k, f) float32 of pictures, on the CPU.
+
+    Args:
+        pictures: the pictures.
+        kind: as `kind_of` or `encoder_kind` returns it.
+        device: where an encoder runs.
 
     Raises:
         ValueError: the index does not know how a picture becomes features, or a picture cannot be decoded.
     """
+    scaling = scaling_of(kind)
+    return features_of_squares([scaling.square(opened(picture)) for picture in pictures], kind, device)
+
+
+def scaling_of(kind: str) -> Preprocessing:
+    """Return how pictures are scaled before they become features. Raises as `features_of`."""
+    return preprocessing_of(kind) if is_encoder_kind(kind) else _patches_of(kind)[0]
+
+
+def features_of_squares(squares: Sequence[np.ndarray], kind: str, device: torch.device | str = "cpu") -> Tensor:
+    """Return what `features_of` does, from pixels (side, side, 3) uint8 that `scaling_of(kind).square` made."""
+    pixels = np.stack(squares)
     if is_encoder_kind(kind):
-        return encoded(map(opened, pictures), kind)
-    preprocessing, grid = _patches_of(kind)
-    pixels = np.stack([preprocessing.square(opened(picture)) for picture in pictures])
-    return torch.from_numpy(emoji.patches(pixels)) if kind == "emoji" else as_patches(pixels, grid)
+        return encoded(pixels, kind, device)
+    return torch.from_numpy(emoji.patches(pixels)) if kind == "emoji" else as_patches(pixels, _patches_of(kind)[1])
 
 
 def grid_of(kind: str) -> int | None:
@@ -113,7 +133,7 @@ def thumbnail(picture: Picture, kind: str = "") -> bytes:
     """
     image = opened(picture)
     if kind:
-        image = (preprocessing_of(kind) if is_encoder_kind(kind) else _patches_of(kind)[0]).part(image)
+        image = scaling_of(kind).part(image)
     image.thumbnail((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=85)

@@ -155,7 +155,7 @@ def of_any(
         kind = snapshot.manifest.pictures
         chosen = _listed(pictures)
         _check_some(chosen)
-        rows = features_of(chosen, kind if encoder is None else moved(kind, encoder))
+        rows = features_of(chosen, kind if encoder is None else moved(kind, encoder), members.device)
         return of_features(members, rows, [_name_of(one) for one in chosen])
     if items is not None:
         own = snapshot.sides["images"]

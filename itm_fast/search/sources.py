@@ -1,29 +1,32 @@
 """Read what an index is built from: a data set, features, or pictures, as batches of named items.
 
-Inside: `Batch`, `batches_of`, `new_pictures`, `Source`.
+Inside: `Batch`, `Source`, `Listed`, `named`, `size_of`, `batches_of`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from itm_fast.data import CaptionDataset
+from itm_fast.data.picture_files import check_start
 from itm_fast.data.picture_folder import pictures_in
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
-from itm_fast.search.pictures import Picture, features_of, picture_in, thumbnail
+from itm_fast.search.pictures import Picture, features_of_squares, opened, picture_in, scaling_of, thumbnail
 from itm_fast.search.results import Item
 
-__all__ = ["Batch", "Source", "batches_of", "new_pictures", "picture_paths", "size_of"]
+__all__ = ["Batch", "Listed", "Source", "batches_of", "named", "size_of"]
 
-Source = CaptionDataset | Tensor | np.ndarray | Fragments | Sequence[Picture] | str | os.PathLike[str]
+Listed = CaptionDataset | Tensor | np.ndarray | Fragments | Sequence[Picture]
+Source = Listed | str | os.PathLike[str]
 
 
 @attrs.frozen(eq=False)
@@ -41,9 +44,44 @@ class Batch:
     thumbnails: list[bytes]
 
 
-def picture_paths(folder: str | os.PathLike[str]) -> list[Path]:
+def named(source: Source, ids: Sequence[str] | None = None, prefix: str = "") -> tuple[Listed, list[str]]:
+    """Return a source, a folder as the list of its pictures, and a name for each image.
+
+    Args:
+        source: a data set, features, a folder of pictures, or a list of pictures.
+        ids: the names; None: those in the data set, the paths below the folder, or numbers from 0.
+        prefix: goes before each name.
+
+    Raises:
+        ValueError: there is no image, the names are not as many as the images, or a name occurs twice or is empty.
+    """
+    own: Sequence[str] | None = None
+    listed: Listed
+    if isinstance(source, CaptionDataset):
+        listed, own, count = source, source.image_ids, source.n_images
+    elif isinstance(source, str | os.PathLike):
+        paths = _picture_paths(Path(source))
+        listed, own, count = paths, [path.relative_to(source).as_posix() for path in paths], len(paths)
+    else:
+        listed = source if isinstance(source, Tensor | np.ndarray | Fragments) else list(source)
+        count = len(listed)
+        if not count:
+            raise ValueError("source: expected at least one item")
+    names = list(ids if ids is not None else own if own is not None else map(str, range(count)))
+    if len(names) != count:
+        raise ValueError(f"ids: expected one per image ({count}), got {len(names)}")
+    seen: set[str] = set()
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"ids: expected texts that are not empty, got {shown(name)}")
+        if name in seen:
+            raise ValueError(f"ids: {shown(name)} occurs twice")
+        seen.add(name)
+    return listed, [prefix + name for name in names]
+
+
+def _picture_paths(folder: Path) -> list[Path]:
     """Return the picture files in a folder and its subfolders, sorted; ValueError if there are none."""
-    folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder of pictures")
     found = pictures_in(folder, strict=True)
@@ -52,89 +90,106 @@ def picture_paths(folder: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def new_pictures(folder: str | os.PathLike[str], known: Container[str]) -> tuple[dict[str, Path], int]:
-    """Return the pictures in a folder whose ids are not `known`, by id, and the number of the others.
-
-    The id of a picture is its path below the folder. Raises as `picture_paths`.
-    """
-    paths = picture_paths(folder)
-    new = {name: path for name, path in zip(_ids_of(paths, folder), paths, strict=True) if name not in known}
-    return new, len(paths) - len(new)
-
-
-def _ids_of(paths: Sequence[Path], folder: str | os.PathLike[str]) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in paths]
-
-
-def size_of(source: Source) -> int:
-    """Return the number of items of a source, images and captions; for a folder, the number of its pictures."""
-    if isinstance(source, CaptionDataset):
-        return source.n_images + len(source)
-    if isinstance(source, str | os.PathLike):
-        return len(picture_paths(source))
-    return len(source)
+def size_of(source: Listed) -> int:
+    """Return the number of items of a source, images and captions."""
+    return source.n_images + len(source) if isinstance(source, CaptionDataset) else len(source)
 
 
 def batches_of(
-    source: Source, *, ids: Sequence[str] | None, captions: Sequence[str] | None, pictures: str, thumbnails: bool,
+    source: Listed,
+    names: Sequence[str],
+    *,
+    captions: Sequence[str] | None = None,
+    pictures: str = "",
+    thumbnails: bool = True,
     size: int,
-) -> Iterator[Batch]:  # fmt: skip
+    device: torch.device | str = "cpu",
+    skipped: list[str] | None = None,
+    progress: bool = False,
+) -> Iterator[Batch]:
     """Yield the items of a source, at most `size` at a time, all images first.
 
     Args:
-        source: a data set, whose images and captions become items; features (n, k, f) or Fragments; a folder of
-            pictures; or a list of pictures.
-        ids: a name for each image; None: the names in the data set, the paths below the folder, or numbers from 0.
+        source, names: as `named` returns them. The images and captions of a data set become items.
         captions: a text for each image of features or pictures, kept to be shown; None: none.
         pictures: how a picture becomes features, as `pictures.kind_of` returns it.
         thumbnails: make thumbnails.
         size: items per batch.
+        device: where an encoder of pictures runs.
+        skipped: takes one line for each picture that cannot be decoded, which is left out; None: an error.
+        progress: show a progress bar on a terminal while the starts of the pictures are read.
 
     Raises:
-        ValueError: the names are not as many as the images, or a name occurs twice or is empty.
+        ValueError: the captions are not as many as the images, or a picture cannot be decoded. The message then counts
+            all such pictures.
     """
     if isinstance(source, CaptionDataset):
         if captions is not None:
             raise ValueError("captions: expected none, as the data set has its own")
-        yield from _of_dataset(source, _names(ids, source.image_ids, source.n_images), thumbnails, size)
+        yield from _of_dataset(source, names, thumbnails, size)
         return
-    own: list[str] | None = None
-    pictures_given: list[Picture] = []
-    if isinstance(source, str | os.PathLike):
-        paths = picture_paths(source)
-        pictures_given = list(paths)
-        own = _ids_of(paths, source)
-    elif not isinstance(source, Tensor | np.ndarray | Fragments):
-        pictures_given = list(source)
-    count = len(pictures_given) if own is not None else size_of(source)
-    if not count:
-        raise ValueError("source: expected at least one item")
-    names = _names(ids, own, count)
+    count = len(names)
     if captions is not None and len(captions) != count:
         raise ValueError(f"captions: expected one per image ({count}), got {len(captions)}")
+    pictures_given = [] if isinstance(source, Tensor | np.ndarray | Fragments) else source
     places = [str(Path(one).absolute()) if isinstance(one, str | os.PathLike) else "" for one in pictures_given]
-    for first in range(0, count, size):
-        last = min(first + size, count)
-        items = [
-            Item(
-                names[number],
-                "images",
-                () if captions is None else (captions[number],),
-                places[number] if places else "",
-            )
-            for number in range(first, last)
+
+    def items_of(numbers: Sequence[int]) -> list[Item]:
+        return [
+            Item(names[one], "images", () if captions is None else (captions[one],), places[one] if places else "")
+            for one in numbers
         ]
-        files = [b""] * (last - first)
-        features: Tensor | Fragments
-        if isinstance(source, Fragments):
-            features = source.index_select(torch.arange(first, last))
-        elif isinstance(source, Tensor | np.ndarray):
-            features = _features(source, first, last)
-        else:
-            chosen = pictures_given[first:last]
-            features = features_of(chosen, pictures)
-            files = [thumbnail(one, pictures) for one in chosen] if thumbnails else files
-        yield Batch(items, features, files)
+
+    if isinstance(source, Tensor | np.ndarray | Fragments):
+        for first in range(0, count, size):
+            numbers = range(first, min(first + size, count))
+            features = (
+                source.index_select(torch.arange(first, numbers.stop))
+                if isinstance(source, Fragments)
+                else _features(source, first, numbers.stop)
+            )
+            yield Batch(items_of(numbers), features, [b""] * len(numbers))
+        return
+    scaling = scaling_of(pictures)
+    # Most files that are no pictures are found before any picture is encoded, which may take hours.
+    bad = _bad(pictures_given, check_start, progress)
+    _report(list(bad.values()), skipped)
+    good = [number for number in range(count) if number not in bad]
+    for first in range(0, len(good), size):
+        squares, files = {}, []
+        for number in good[first : first + size]:
+            try:
+                image = opened(pictures_given[number])
+            except ValueError as error:
+                # Before an error, the other files are decoded, so that all bad ones are counted.
+                rest = _bad(pictures_given[number + 1 :], opened) if skipped is None else {}
+                _report([str(error), *rest.values()], skipped)
+                continue
+            squares[number] = scaling.square(image)
+            files.append(thumbnail(image, pictures) if thumbnails else b"")
+        if squares:
+            yield Batch(items_of(list(squares)), features_of_squares(list(squares.values()), pictures, device), files)
+
+
+def _bad(pictures: Sequence[Picture], check: Callable[[Path], object], progress: bool = False) -> dict[int, str]:
+    """Return the errors of `check` for the pictures that are files, by their numbers."""
+    found = {}
+    files = {number: Path(one) for number, one in enumerate(pictures) if isinstance(one, str | os.PathLike)}
+    for number, file in tqdm(files.items(), desc="look", unit="file", leave=False, disable=None if progress else True):
+        try:
+            check(file)
+        except ValueError as error:
+            found[number] = str(error)
+    return found
+
+
+def _report(bad: Sequence[str], skipped: list[str] | None) -> None:
+    """Note pictures that are left out, or raise ValueError."""
+    if skipped is not None:
+        skipped += bad
+    elif bad:
+        more = f" ({len(bad) - 1:,} more problem{'s' * (len(bad) > 2)})" if len(bad) > 1 else ""
+        raise ValueError(f"{bad[0]}{more}; --skip-bad leaves such pictures out and lists them")
 
 
 def _features(source: Tensor | np.ndarray, first: int, last: int) -> Tensor:
@@ -148,21 +203,7 @@ def _features(source: Tensor | np.ndarray, first: int, last: int) -> Tensor:
     return rows
 
 
-def _names(given: Sequence[str] | None, own: Sequence[str] | None, count: int) -> list[str]:
-    names = list(given if given is not None else own if own is not None else map(str, range(count)))
-    if len(names) != count:
-        raise ValueError(f"ids: expected one per image ({count}), got {len(names)}")
-    seen: set[str] = set()
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"ids: expected texts that are not empty, got {shown(name)}")
-        if name in seen:
-            raise ValueError(f"ids: {shown(name)} occurs twice")
-        seen.add(name)
-    return names
-
-
-def _of_dataset(dataset: CaptionDataset, names: list[str], thumbnails: bool, size: int) -> Iterator[Batch]:
+def _of_dataset(dataset: CaptionDataset, names: Sequence[str], thumbnails: bool, size: int) -> Iterator[Batch]:
     owners = dataset.caption_image.tolist()
     own: list[list[int]] = [[] for _ in names]
     for caption, image in enumerate(owners):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ COMMANDS = [
     [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["speech"], ["features"], ["curves"],
     ["realign"], ["convert"], ["bench"], ["score"], ["search"], ["serve"], ["data"], ["index"],
     *(["data", name] for name in ("emoji", "import", "pack", "synthesize", "check")),
-    *(["index", name] for name in ("build", "add", "delete", "compact", "info", "check")),
+    *(["index", name] for name in ("build", "add", "delete", "compact", "relocate", "info", "check")),
 ]  # fmt: skip
 
 
@@ -420,6 +422,18 @@ def test_time_per_step_is_measured_with_the_negatives_asked_for(
     assert {mining: len(called) for mining, called in calls.items()} == {"all": 0, "hardest": 7}
     assert trainer.seconds_per_step("all", steps=2) > 0
     assert {mining: len(called) for mining, called in calls.items()} == {"all": 4, "hardest": 7}
+
+
+def test_commands_may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    try:
+        with pytest.raises(SystemExit):
+            cli.main(["--version"])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 65536), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_demo_leaves_other_runs_alone(data: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

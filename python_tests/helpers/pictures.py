@@ -75,10 +75,10 @@ ENCODERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], object]]] 
 }
 
 
-def write_encoder(folder: Path, kind: str = "vit") -> torch.nn.Module:
+def write_encoder(folder: Path, kind: str = "vit", seed: int = 0) -> torch.nn.Module:
     """Write a model with random weights and its image processor; return the model in evaluation mode."""
     make, processor = ENCODERS[kind]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = make().eval()
     model.save_pretrained(folder)
     processor().save_pretrained(folder)

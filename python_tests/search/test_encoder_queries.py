@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from itm_fast.data import open_split
-from itm_fast.models.vision_folder import load_picture_encoder
+from itm_fast.models.vision_folder import PictureEncoder, load_picture_encoder
 from itm_fast.search import Index, encoder_kind, encoders
+from itm_fast.search.members import Members
+from itm_fast.training.config import TrainConfig, to_yaml
 from python_tests.helpers.commands import error, output
 from python_tests.helpers.pictures import write_encoder, write_pictures
 from python_tests.helpers.search import likeness, rounded, scan
@@ -51,7 +53,9 @@ def test_an_encoder_that_moved_or_changed(pictures: Path, tmp_path: Path, capsys
     # The index is opened by another process than the one that loaded the encoder.
     encoders._loaded.cache_clear()
     index = Index.open(path, model)
-    with pytest.raises(ValueError, match="if the encoder was moved, name it with --encoder DIR") as raised:
+    with pytest.raises(
+        ValueError, match=r"record its folder with itm-fast index relocate INDEX --encoder DIR$"
+    ) as raised:
         index.search(pictures=[picture], k=1, of="images")
     assert str(raised.value).startswith(str(tmp_path / "vit"))
     (found,) = index.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")
@@ -98,6 +102,13 @@ def test_a_store_names_the_encoder_of_its_features(
     kind, dev = encoder_kind(place), open_split(store, "dev", vocabulary)
     with pytest.raises(ValueError, match=f"^{refused}$"):
         Index.build(model, dev, tmp_path / "other", preprocessing=kind)
+    (run / "train.yaml").write_text(to_yaml(TrainConfig(data=str(store), out=str(run))))
+    from_pictures = ["index", "build", "--checkpoint", run, "--pictures", pictures, "--out", tmp_path / "folder"]
+    for pooling in ([], ["--pooling", "mean"]):
+        assert error(capsys, *from_pictures, *pooling, "--encoder", place) == (1, refused)
+    preprocessing = f"{made} '224x14'"
+    assert error(capsys, *from_pictures, "--preprocessing", "224x14") == (1, preprocessing)
+    output(capsys, *from_pictures, "--encoder", place, "--layer", 1, "--pool", "2x2")
     Index.build(model, str(pictures), tmp_path / "other", preprocessing=kind)
     with pytest.raises(ValueError, match=f"^{refused}$"):
         Index.open(tmp_path / "other", model).add(dev)
@@ -106,6 +117,26 @@ def test_a_store_names_the_encoder_of_its_features(
     write_pictures(tmp_path / "more", 2, "dev")
     arguments = ["index", "add", path, "--pictures", tmp_path / "more"]
     status, message = error(capsys, *arguments)
-    assert (status, message.endswith("if the encoder was moved, name it with --encoder DIR")) == (1, True)
+    advice = "if it was moved, record its folder with itm-fast index relocate INDEX --encoder DIR"
+    assert (status, message.endswith(advice)) == (1, True)
     output(capsys, *arguments, "--encoder", tmp_path / "moved")
     assert Index.open(path).size("images") == 4
+    output(capsys, "index", "relocate", path, "--encoder", tmp_path / "moved")
+    (again,) = Index.open(path).search(pictures=[files[4]], k=1, of="images")
+    assert again.hits == found.hits
+    write_encoder(tmp_path / "other", seed=1)
+    status, message = error(capsys, "index", "relocate", path, "--encoder", tmp_path / "other")
+    assert (status, message) == (
+        1, f"{tmp_path}/other: not the encoder that made the features of the index, or it has changed",
+    )  # fmt: skip
+
+
+def test_the_encoder_runs_where_the_model_runs(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+    monkeypatch.setattr(PictureEncoder, "to", lambda self, device: devices.append(device) or self)
+    monkeypatch.setattr(Members, "device", torch.device("cuda"))
+    index = Index.build(scan(feature_dim=16), str(pictures), tmp_path / "index",
+                        preprocessing=encoder_kind(tmp_path / "vit"), batch_size=4)  # fmt: skip
+    assert devices == [torch.device("cuda")] * 2
+    index.search(pictures=[sorted(pictures.iterdir())[0]], of="images", k=1)
+    assert devices == [torch.device("cuda")] * 3

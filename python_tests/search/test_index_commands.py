@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from itm_fast import cli, models
 from itm_fast.data import emoji
-from itm_fast.search import Index
+from itm_fast.search import Index, sources
+from itm_fast.search import pictures as pictures_module
 from itm_fast.search.searching import CANDIDATES
 from itm_fast.training.config import TrainConfig, to_yaml
 from python_tests.helpers.commands import error, output
@@ -92,7 +94,10 @@ def test_pictures_are_added_and_deleted(
     assert printed.startswith(f"{path}: 12 images, 0 captions")
     (tmp_path / "more" / "22.png").write_bytes(emoji.picture_png("test", 22))
     grown = ["index", "add", path, "--pictures", tmp_path / "more"]
-    message = "ids: '20.png' is in the index already; delete it first, or skip it with --new-only"
+    message = (
+        "ids: '20.png' is in the index already; delete it first, or skip it with --new-only, or name the new ones "
+        "apart with --id-prefix"
+    )
     assert error(capsys, *grown) == (1, message)
     for added, known in ((1, 2), (0, 3)):
         printed = output(capsys, *grown, "--new-only")
@@ -117,6 +122,94 @@ def test_pictures_are_added_and_deleted(
     assert {hit.item.id for hit in before[0].hits} == {
         "21.png", *(f"{number}.png" for number in (2, 4, 6, 8)), *(f"inner/{number}.png" for number in (3, 5, 7, 9))
     }  # fmt: skip
+
+
+def test_items_of_two_splits_are_named_apart(
+    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images of data without names are numbered, so those of two splits have the same names."""
+    path = tmp_path / "index"
+    build = ["index", "build", "--checkpoint", trained, "--data", data, "--out", path, "--pooling", "mean"]
+    output(capsys, *build, "--split", "dev")
+    add = ["index", "add", path, "--data", data]
+    message = "ids: '0' is in the index already; delete it first, or name the new ones apart with --id-prefix"
+    assert error(capsys, *add) == (1, message)
+    output(capsys, *add, "--id-prefix", "test-")
+    names = [item.id for item in Index.open(path).items()]
+    images = [name for name in names if "#" not in name]
+    assert images[:10] == [str(number) for number in range(10)]
+    assert images[10:] == [f"test-{number}" for number in range(10)]
+    assert {"0#0", "test-0#0"} <= {item.id for item in Index.open(path).items("captions")}
+
+
+def test_pictures_that_cannot_be_decoded(
+    emoji_index: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run_folder, pictures, _ = emoji_index
+    folder = shutil.copytree(pictures, tmp_path / "pictures")
+    whole = (folder / "0.png").read_bytes()
+    for name, content in (("w.png", whole[:-40]), ("x.png", whole[:-30]), ("y.png", b""), ("z.jpg", b"<html>")):
+        (folder / name).write_bytes(content)
+    path = tmp_path / "index"
+    build = ["index", "build", "--checkpoint", run_folder, "--pictures", folder, "--preprocessing", "emoji",
+             "--pooling", "mean", "--out", path]  # fmt: skip
+    advice = "--skip-bad leaves such pictures out and lists them"
+    empty = f"{folder}/y.png: an empty file, not a picture"
+    encoded: list[int] = []
+    monkeypatch.setattr(
+        sources, "features_of_squares",
+        lambda squares, *rest: encoded.append(len(squares)) or pictures_module.features_of_squares(squares, *rest),
+    )  # fmt: skip
+    assert error(capsys, *build) == (1, f"{empty} (1 more problem); {advice}")
+    assert encoded == []
+    for name in ("y.png", "z.jpg"):
+        (folder / name).unlink()
+    status, message = error(capsys, *build)
+    assert (status, message.startswith(f"{folder}/w.png: the picture cannot be decoded (")) == (1, True)
+    assert message.endswith(f") (1 more problem); {advice}")
+    (folder / "y.png").touch()
+    with pytest.warns(UserWarning, match="^left out: ") as warned:
+        output(capsys, *build, "--skip-bad")
+    assert [str(one.message).split(":")[1] for one in warned] == [f" {folder}/{name}.png" for name in "ywx"]
+    assert [item.id for item in Index.open(path).items()] == [item.id for item in Index.open(emoji_index[2]).items()]
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "y.png").touch()
+    none = f"source: no picture can be decoded, 1 in all; the first: {bad}/y.png: an empty file, not a picture"
+    assert error(capsys, "index", "add", path, "--pictures", bad, "--skip-bad") == (1, none)
+    refused = (1, "--skip-bad: expected only with --pictures")
+    assert error(capsys, "index", "add", path, "--data", bad, "--skip-bad") == refused
+
+
+def test_colons_in_ids_are_printed_as_they_are(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan().save(tmp_path / "run")
+    Index.build(tmp_path / "run", np.load(data / "test_ims.npy")[:1], tmp_path / "index", ids=["scene:100:5.jpg"])
+    assert "scene:100:5.jpg" in output(capsys, "search", tmp_path / "index", "red")
+
+
+def test_moved_models_are_recorded(
+    emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder, _, built = emoji_index
+    path, moved = shutil.copytree(built, tmp_path / "index"), shutil.copytree(run_folder, tmp_path / "moved")
+    output(capsys, "index", "relocate", path, "--checkpoint", moved)
+    assert Index.open(path).manifest.checkpoints == (str(moved),)
+    before, after = (Index.open(one).search("red heart", 3) for one in (built, path))
+    assert before == after
+    other = models.load(run_folder)
+    torch.nn.init.normal_(next(other.parameters()))
+    other.save(tmp_path / "other")
+    status, message = error(capsys, "index", "relocate", path, "--checkpoint", tmp_path / "other")
+    assert (status, message) == (
+        1,
+        f"{path}: the index was built with another model than {tmp_path}/other; build it again to use this one",
+    )
+    nothing = "--checkpoint: expected --checkpoint RUN, --encoder DIR, or both"
+    assert error(capsys, "index", "relocate", path) == (1, nothing)
+    unknown = "encoder: the index does not know a vision model that made its features; build it again with --encoder"
+    assert error(capsys, "index", "relocate", path, "--encoder", moved) == (1, unknown)
+    assert Index.open(path).manifest.checkpoints == (str(moved),)
 
 
 def test_the_facts_of_an_index(index: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +282,6 @@ def test_data_without_a_training_split_learn_from_those_of_the_run(
 def emoji_index(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """Index ten emoji pictures in a folder with an untrained model; return the run, the pictures and the index."""
     folder = tmp_path_factory.mktemp("emoji")
-    import torch
-
     torch.manual_seed(0)
     words = emoji.vocabulary()
     model = models.create(
@@ -359,7 +450,10 @@ BAD = [
     (["search", "INDEX", "red", "--device", "gpu"], "device: expected a device such as cpu or cuda, got 'gpu'"),
     (["index", "delete", "INDEX"], "ID: expected at least one id, or --ids FILE"),
     (["index", "delete", "INDEX", "0", "nothing"], "id: the index holds no item 'nothing'"),
-    (["index", "add", "INDEX", "--data", "DATA"], "ids: '0' is in the index already; delete it first"),
+    (
+        ["index", "add", "INDEX", "--data", "DATA"],
+        "ids: '0' is in the index already; delete it first, or name the new ones apart with --id-prefix",
+    ),
     (["index", "add", "INDEX", "--data", "DATA", "--new-only"], "--new-only: expected only with --pictures"),
 ]
 
