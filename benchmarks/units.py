@@ -35,5 +35,6 @@ def seconds(value: float) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    scale, unit = next((pair for pair in units if value >= pair[0]), units[-1])
+    # Rounded first: 0.9996 s is 1 s, not 1e+03 ms.
+    scale, unit = next((pair for pair in units if float(f"{value / pair[0]:.3g}") >= 1), units[-1])
     return f"{value / scale:.3g} {unit}"

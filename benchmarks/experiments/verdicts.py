@@ -20,7 +20,10 @@ from benchmarks.experiments.results import result_of
 __all__ = ["Measured", "Verdict", "counted", "in_short", "interval", "judged", "verdicts", "verdicts_of_papers"]
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
-_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+_QUANTILES = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 11: 2.201,
+    12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 16: 2.120, 17: 2.110, 18: 2.101, 19: 2.093,
+}  # fmt: skip
 
 
 # Experiments with the folders of their results.
@@ -67,7 +70,9 @@ class Verdict:
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of up to ten normally distributed differences (Student's t)."""
+    """Return the 95 % interval of the mean of 2 to 20 normally distributed differences (Student's t)."""
+    if len(differences) - 1 not in _QUANTILES:
+        raise ValueError(f"claims: expected 2 to {len(_QUANTILES) + 1} seeds, got {len(differences)}")
     mean = statistics.mean(differences)
     width = _QUANTILES[len(differences) - 1] * statistics.stdev(differences) / math.sqrt(len(differences))
     return mean - width, mean + width

@@ -49,8 +49,13 @@ def time(variant: Mapping[str, Any] | None) -> str:
         return "not run"
     median, low, high = (variant[key] for key in ("median_s", "min_s", "max_s"))
     unit, scale = ("s", 1.0) if median >= 1.0 else ("ms", 1e3)
-    spread = f" [{low * scale:.3g}, {high * scale:.3g}]" if len(variant["runs_s"]) > 1 else ""
-    return f"{median * scale:.3g} {unit}{spread}"
+    shown, least, most = (_number(value * scale) for value in (median, low, high))
+    return f"{shown} {unit}{f' [{least}, {most}]' if len(variant['runs_s']) > 1 else ''}"
+
+
+def _number(value: float) -> str:
+    """Format with three digits, and without an exponent from 1,000 on."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def megabytes(variant: Mapping[str, Any] | None) -> str:

@@ -122,7 +122,7 @@ def stream_ranks(
     back = torch.argsort(order)
     for rank in everyone:
         rank.add_others(world)
-        rank.text_to_image = rank.text_to_image[back]
+        rank.text_to_image, rank.text_ties = rank.text_to_image[back], rank.text_ties[back]
     return ranks, together
 
 

@@ -88,7 +88,9 @@ def cross_attention_scores(
         negative_slope: slope of the clip below zero: 0.1 as in the official code, 0.0 as in the papers' `[x]_+`.
         focal: None; "equal" or "prob": BFAN's reassignment of attention; or "hard": all attention to the context with
             the greatest `temperature * a_jk` (of equal ones, the first). No gradient flows through this choice. With
-            "no_norm" and rows of norm 1, `r_j` is then the query's greatest inner product, the alignment of CHAN.
+            "no_norm" and rows of norm 1, `r_j` is then the query's greatest inner product, the alignment of CHAN. In a
+            query set of one row, l1 and l2 normalisations make all scores of a sign equal: rounding decides which of
+            these contexts keep attention with "equal" or "prob".
         aggregation: "mean", "sum", "max", or "logsumexp": `log(sum_j exp(t r_j)) / t`.
         logsumexp_temperature: the `t` of "logsumexp", finite and not zero.
 

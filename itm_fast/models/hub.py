@@ -62,8 +62,11 @@ class HubModel:
             The address of the commit on the Hub, or None.
 
         Raises:
+            TypeError: there are `options`, but nothing is uploaded.
             ValueError: the package huggingface_hub is not installed, or a file of the run or of the results is damaged.
         """
+        if options and not push_to_hub:
+            raise TypeError(f"{next(iter(options))}: expected only with push_to_hub=True")
         folder, bridge = Path(save_directory), _bridge()()
         bridge.describe(self, run, results, repo_id)
         has_card = (folder / CARD_FILE).exists()

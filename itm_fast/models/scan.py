@@ -123,8 +123,8 @@ class SCAN(FragmentModel):
 
     @property
     def scores_are_probabilities(self) -> bool:
-        """Return whether a regulator ends in a sigmoid."""
-        return self.config.regulator is not None
+        """Return whether scores end in a sigmoid: with RAR. Those of RCR alone are mean cosines."""
+        return self.config.regulator in ("rar", "rcar")
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32, images are rows."""

@@ -313,7 +313,7 @@ def normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, n
 
     if normalization in ("l2norm", "clipped_l2norm"):
         squared = total(raw.square())
-        norm = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
+        norm = torch.where(squared == 0, 1.0, squared).sqrt() * (squared != 0)
         return raw / (norm + EPSILON).index_select(0, set_index)
     if normalization in ("l1norm", "clipped_l1norm"):
         return raw / (total(raw.abs()) + EPSILON).index_select(0, set_index)

@@ -14,6 +14,7 @@ from benchmarks.units import amount, commit_of, seconds
 def test_numbers_have_the_greatest_unit_below_them() -> None:
     assert (amount(1500, "B"), amount(2e12, "FLOP"), amount(0.5, "B")) == ("1.5 kB", "2 TFLOP", "0.5 B")
     assert (seconds(90), seconds(1.5e-3), seconds(5e-10)) == ("1.5 min", "1.5 ms", "0.5 ns")
+    assert (seconds(0.9996), amount(999.7e3, "B")) == ("1 s", "1 MB")
 
 
 @pytest.mark.parametrize(

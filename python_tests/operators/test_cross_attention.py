@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.ops.cross_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
+from itm_fast.reference.cross_attention import normalize_over_queries
 from python_tests.helpers.fragments import native_calls, random_fragments
 from python_tests.helpers.tolerance import Form, assert_as_accurate, assert_close_to_exact
 
@@ -426,3 +427,11 @@ def test_offsets_past_the_end_are_clamped() -> None:
     wrong = Fragments(values, torch.tensor([0, 2, 1, 900]), check=False)
     right = Fragments(values, torch.tensor([0, 2, 2, 3]))
     assert torch.equal(F_itm.cross_attention_scores(wrong, contexts), F_itm.cross_attention_scores(right, contexts))
+
+
+@pytest.mark.parametrize("normalization", ["l2norm", "l1norm", "softmax"])
+def test_a_nan_reaches_all_rows_of_its_query_set(normalization: str) -> None:
+    raw = torch.ones(5, 2, 1)
+    raw[1] = torch.nan
+    found = normalize_over_queries(raw, normalization, torch.tensor([0, 0, 0, 1, 1]), 2)
+    assert found.isnan().flatten(1).all(1).tolist() == [True, True, True, False, False]

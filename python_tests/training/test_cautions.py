@@ -78,6 +78,7 @@ def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, add
         ("scan", {"aggregation": "sum"}, False),
         ("scan", {"aggregation": "logsumexp"}, False),
         ("scan", {"regulator": "rcar", "alignment_dim": 6}, True),
+        ("scan", {"regulator": "rcr", "alignment_dim": 6}, True),
         ("bfan", {}, False),
         ("sgraf", {"n_regions": 5, "alignment_dim": 6}, True),
         ("dbl", {"alignment_dim": 6}, True),
@@ -122,6 +123,7 @@ def test_a_run_with_soft_margins_beside_other_scores_says_so(data: Path, tmp_pat
     [
         ("scan", {}, False),
         ("scan", {"regulator": "rcar", "alignment_dim": 6, "direction": "mean"}, True),
+        ("scan", {"regulator": "rcr", "alignment_dim": 6}, False),
         ("sgraf", {"n_regions": 5, "alignment_dim": 6, "module": "mean"}, True),
         ("dbl", {"alignment_dim": 6}, False),
         ("vse_infty", {}, False),
