@@ -19,6 +19,7 @@ from itm_fast.files.formats import Format
 from itm_fast.files.messages import shown
 from itm_fast.files.run_files import CHECKPOINT
 from itm_fast.files.torch_files import load_plain
+from itm_fast.ops.replay import random_state as generator_states
 from itm_fast.training.state_check import check_like
 
 __all__ = [
@@ -83,10 +84,7 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the state of torch's random generators that training uses."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    return dict(zip(("cpu", device.type), generator_states(device), strict=False))
 
 
 def random_states(world: World, device: torch.device) -> dict[str, Any]:
@@ -125,7 +123,9 @@ def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -
     check_like({"cpu": state.get("cpu")}, {"cpu": torch.get_rng_state()}, "random")
     try:
         torch.set_rng_state(state["cpu"])
-        if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], device)
+        if device.type != "cpu" and device.type in state:
+            set_state = torch.get_device_module(device.type).set_rng_state
+            # There is only one MPS device, and its functions take no device argument.
+            set_state(state[device.type], *([] if device.type == "mps" else [device]))
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"the state of the random numbers does not fit ({type(error).__name__})") from None

@@ -1,25 +1,34 @@
-"""Detect that the data of a resumed run have changed.
+"""Detect that the data, the model or the loss of a resumed run have changed.
 
-Inside: `fingerprints`, `model_fingerprint`, `check_fingerprints`.
+Inside: `fingerprints`, `model_fingerprint`, `check_fingerprints`, `made_with`, `check_made_with`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from itm_fast import config as settings
 from itm_fast.data import PrecomputedDataset
 from itm_fast.data.digests import sha256_of_parts
+from itm_fast.files.messages import shown
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import frozen_epochs
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.own import OwnData
+from itm_fast.training.own import OwnData, OwnLoss
 from itm_fast.training.start import start_digest
 
-__all__ = ["check_fingerprints", "fingerprints", "model_fingerprint"]
+__all__ = ["check_fingerprints", "check_made_with", "fingerprints", "made_with", "model_fingerprint"]
+
+
+# As states of earlier versions name it.
+_FROZEN = "frozen weights (itm-fast realign)"
 
 
 def fingerprints(data: PrecomputedDataset | OwnData) -> dict[str, str]:
@@ -64,7 +73,7 @@ def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, st
     ]
     if frozen:
         parts = (part for name, weight in frozen for part in (name.encode(), _bytes(weight)))
-        found["frozen weights (itm-fast realign)"] = sha256_of_parts(*parts)
+        found[_FROZEN] = sha256_of_parts(*parts)
     return found
 
 
@@ -77,4 +86,32 @@ def check_fingerprints(before: dict[str, str], now: dict[str, str], source: Path
     """Raise ValueError naming the first file that differs from the one that the state `source` was saved with."""
     for name in {**now, **before}:
         if before.get(name) != now.get(name):
+            if name == _FROZEN:
+                raise ValueError(
+                    f"frozen weights: not those that the run to resume was started with ({source}); build the model "
+                    "with the same seed and the same pretrained weights"
+                )
             raise ValueError(f"{name}: its content is not what the run to resume was started with ({source})")
+
+
+def made_with(model: MatchingModel, loss: nn.Module | None) -> dict[str, dict[str, Any]]:
+    """Return the options of a model and of a loss that came from Python: the settings of the run do not have them."""
+    made: Any = loss.function if isinstance(loss, OwnLoss) else loss
+    name = None if made is None else getattr(made, "__qualname__", type(made).__qualname__)
+    config = getattr(model, "config", None)
+    options = settings.to_dict(config) if attrs.has(type(config)) else {}
+    return {"loss": {"loss": name}, "model": json.loads(json.dumps(options))}
+
+
+def check_made_with(before: Any, now: Mapping[str, Mapping[str, Any]], source: Path) -> None:
+    """Raise ValueError naming the first option that differs. States of earlier versions have none."""
+    for part, options in now.items():
+        known = before.get(part) if isinstance(before, dict) else None
+        if not isinstance(known, dict):
+            continue
+        for name, value in options.items():
+            if name in known and known[name] != value:
+                raise ValueError(
+                    f"{name if name == part else f'{part}: {name}'}: the run to resume was started with "
+                    f"{shown(known[name])}, got {shown(value)} ({source})"
+                )

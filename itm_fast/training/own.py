@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast import config as settings
-from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
+from itm_fast.data import Batch, CaptionDataset, PrecomputedDataset, Vocabulary
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.evaluation.scoring import Gallery
 from itm_fast.files.messages import shown
@@ -163,6 +163,12 @@ class OwnData:
                 f"bucket_batches: {type(self.data).__name__} has no caption_lengths to sort by; expected 0"
             )
         return torch.as_tensor(found)
+
+    @property
+    def makes_batches(self) -> bool:
+        """Return whether the data set makes batches in its own way, which may differ from what `image_batch` reads."""
+        make = getattr(type(self.data), "batch", None)
+        return make is not None and make is not CaptionDataset.batch
 
     def image_batch(self, image_indices: Tensor) -> Any:
         """Read images; see `Gallery`. TypeError, ValueError: they are no tensor or `Fragments`, or not as many."""

@@ -39,6 +39,7 @@ from itm_fast.training.dbl.anchor import frozen_anchor
 from itm_fast.training.dbl.momentum import MomentumScenario, kept_share, momentum_at
 from itm_fast.training.fdf.realignment import RealignmentScenario
 from itm_fast.training.loss_rules import RIVALS, boosting_weight, is_mutual
+from itm_fast.training.own import OwnData
 from itm_fast.training.phases import Phases
 from itm_fast.training.rivals.aoq import AoqScenario
 from itm_fast.training.rivals.meta_spn import MetaSpnScenario
@@ -103,6 +104,7 @@ def make_scenario(
             )
         # Augmented images cannot be read from the data.
         augmented = config.region_augmentation or config.picture_augmentation != "none"
+        augmented = augmented or (isinstance(data, OwnData) and data.makes_batches)
         stored = None if augmented else image_rows
         return RealignmentScenario(target, config.online_weight, config.batch_size, stored, config.other_batches)
     if config.scenario == "oss":

@@ -30,7 +30,13 @@ from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
 from itm_fast.training.backbone import check_pictures
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.fingerprint import check_fingerprints, fingerprints, model_fingerprint
+from itm_fast.training.fingerprint import (
+    check_fingerprints,
+    check_made_with,
+    fingerprints,
+    made_with,
+    model_fingerprint,
+)
 from itm_fast.training.own import as_data, as_loss, as_model, check_settings, fitting_vocabulary
 from itm_fast.training.phases import Phases
 from itm_fast.training.progress import Progress, TrainResult
@@ -120,6 +126,7 @@ class Trainer:
             data=train_data,
             validation_data=self.validation_data,
         )
+        self._made_with = made_with(self.model, own_loss)
         # Models start equal in all processes; random numbers drawn from here on differ.
         if self.world.rank > 0:
             checkpoint.seed_process(config.seed, 0, self.world.rank)
@@ -151,6 +158,7 @@ class Trainer:
         scenario = ("scenario",) if self.stepper.scenario.has_state else ()
         state = checkpoint.load_state(self.config.out, (*_STATE_KEYS, *scenario))
         check_fingerprints(state["data"], self._fingerprints, path)
+        check_made_with(state.get("made_with"), self._made_with, path)
         if state["position"] > self._total:
             raise ValueError(
                 f"epochs: {self.config.epochs} epochs are {self._total} steps, but the run in {self.config.out} has "
@@ -389,7 +397,9 @@ class Trainer:
 
     def _validate(self, step: int) -> None:
         epoch = -(-step // self.steps_per_epoch)
-        with self.stepper.autocast():
+        # A resumed run does not repeat a logged validation, so training must not depend on what a validation draws.
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self.stepper.autocast(), torch.random.fork_rng(devices=devices):
             summary = evaluate(
                 self.model,
                 self.validation_data,
@@ -427,6 +437,7 @@ class Trainer:
             "position": step,
             "total": self._total,
             "data": self._fingerprints,
+            "made_with": self._made_with,
             "model": self.model.state_dict(),
             **self.stepper.state_dict(),
             **random,

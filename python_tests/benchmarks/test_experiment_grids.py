@@ -219,7 +219,7 @@ def test_a_claim_stays_open_if_a_run_of_an_ensemble_diverged(
 def test_intervals_of_paired_differences() -> None:
     # Student's t by hand: mean 2, standard deviation 1, three differences.
     assert interval(list(map(float, range(11)))) == pytest.approx((5 - 2.228, 5 + 2.228))
-    with pytest.raises(ValueError, match="^claims: expected 2 to 20 seeds, got 21$"):
+    with pytest.raises(ValueError, match=r"^claims: expected 2 to 20 seeds, got 21$"):
         interval([0.0] * 21)
     low, high = interval([1.0, 2.0, 3.0])
     assert (low, high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))

@@ -123,7 +123,7 @@ def test_a_local_folder_needs_neither_package_nor_network(
 ) -> None:
     model = models.load(trained)
     folder = tmp_path / "saved"
-    with pytest.raises(TypeError, match="^result: expected only with push_to_hub=True$"):
+    with pytest.raises(TypeError, match=r"^result: expected only with push_to_hub=True$"):
         model.save_pretrained(folder, result="results.json")
     assert model.save_pretrained(folder) is None
     assert sorted(path.name for path in folder.iterdir()) == FILES

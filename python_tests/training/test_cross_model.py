@@ -146,7 +146,8 @@ def test_an_interrupted_realignment_goes_on_exactly(
 
     checkpoint = parts / "last" / "checkpoint.pt"
     other = (
-        f"frozen weights (itm-fast realign): its content is not what the run to resume was started with ({checkpoint})"
+        f"frozen weights: not those that the run to resume was started with ({checkpoint}); build the model with the "
+        "same seed and the same pretrained weights"
     )
     again = f"{parts}: already contains a run; continue it with --resume or choose another --out"
     assert error(capsys, *arguments(data, runs, parts, *epochs)) == (1, again)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -111,6 +112,69 @@ def test_data_that_draw_random_numbers_resume_bit_for_bit(
     torch.manual_seed(77)
     run(settings(tmp_path / "run"), train_data=Noisy(60, 1), resume=True, model=Matcher())
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+
+
+class NoisyImages(Stripes):
+    """Draws noise for each read of images, also while it validates."""
+
+    def image_batch(self, images: Tensor) -> Tensor:
+        pixels = super().image_batch(images)
+        return pixels + 0.01 * torch.randn(pixels.shape)
+
+
+def test_training_does_not_depend_on_what_a_validation_draws(tmp_path: Path) -> None:
+    run(settings(tmp_path / "plain"))
+    noisy = {"validation_data": NoisyImages(30, 2)}
+    run(settings(tmp_path / "whole"), **noisy)
+    for epochs in (1, 2):
+        run(settings(tmp_path / "run", epochs=epochs), **noisy, resume=epochs == 2)
+    last = [load_state(tmp_path / name)["model"] for name in ("plain", "whole", "run")]
+    assert same(last[0], last[1])
+    assert same(last[1], last[2])
+
+
+def test_conversions_of_data_with_batches_of_their_own_resume_bit_for_bit(tmp_path: Path) -> None:
+    """The regions of earlier batches, which realignment encodes again, cannot be read back from such data."""
+
+    def parts() -> dict[str, Any]:
+        torch.manual_seed(1)
+        host = {"vocab_size": COLOURS + 1, "feature_dim": 6, "embed_dim": 8, "word_dim": 8, "text_pooling": "mean"}
+        return {"model": models.create("fdf", host="vse_infty", host_options=host, conversions=2), "loss": None}
+
+    class Regions(Noisy):
+        def image_batch(self, images: Tensor) -> Tensor:
+            return super().image_batch(images).permute(0, 2, 1, 3).flatten(2)
+
+    data = {"train_data": Regions(60, 1), "validation_data": Regions(30, 2)}
+    changes: dict[str, Any] = {"conversions": 2, "warmup_epochs": 0, "other_batches": "fresh"}
+    run(settings(tmp_path / "whole", **changes), **parts(), **data)
+    for epochs in (1, 2):
+        run(settings(tmp_path / "run", epochs=epochs, **changes), **parts(), **data, resume=epochs == 2)
+    last = [load_state(tmp_path / name)["model"] for name in ("whole", "run")]
+    assert same(*last)
+
+
+def test_a_resumed_run_refuses_another_loss(tmp_path: Path) -> None:
+    run(settings(tmp_path, epochs=1))
+    state = tmp_path / "last" / "checkpoint.pt"
+    for other, name in ((None, None), (Scaled(), "'Scaled'")):
+        message = f"loss: the run to resume was started with 'contrast', got {name} ({state})"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            run(settings(tmp_path), loss=other, resume=True)
+    assert run(settings(tmp_path), resume=True).finished
+
+
+def test_a_resumed_run_refuses_other_options_of_a_model(tmp_path: Path) -> None:
+    parts = {"train_data": None, "validation_data": None, "loss": None}
+    data, options = str(write_concepts(tmp_path / "data")), {"embed_dim": 16, "word_dim": 12, "direction": "t2i"}
+    changes = {"data": data, "model_options": options}
+    run(settings(tmp_path / "named", epochs=1, **changes), model=None, **parts)
+    known = attrs.asdict(models.load(tmp_path / "named").config)
+    given = models.create("scan", **{**known, "t2i_temperature": 20.0})
+    run(settings(tmp_path / "run", epochs=1, **changes), model=given, **parts)
+    message = "model: t2i_temperature: the run to resume was started with 20.0, got None ("
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        run(settings(tmp_path / "run", **changes), model=None, **parts, resume=True)
 
 
 def test_batches_of_an_epoch_and_of_two_epochs_draw_different_numbers() -> None:
@@ -569,7 +633,7 @@ def test_a_module_with_infinite_buffers_and_frozen_bfloat16_resumes(tmp_path: Pa
     assert run(settings(tmp_path, warmup_epochs=1, epochs=3, scenario=scenario), model=other, resume=True).finished
     if scenario == "mss":
         assert torch.equal(load_file(tmp_path / "branches" / "1" / "model.safetensors")["mask"], model.mask)
-    with pytest.raises(ValueError, match=r"^frozen weights .*: its content is not what the run to resume was started"):
+    with pytest.raises(ValueError, match=r"^frozen weights: not those that the run to resume was started with"):
         run(settings(tmp_path, warmup_epochs=1, epochs=3, scenario=scenario), model=Masked(), resume=True)
 
 

@@ -16,7 +16,7 @@ from itm_fast.data import Vocabulary, open_split
 from itm_fast.evaluation import evaluate
 from itm_fast.training import Trainer
 from itm_fast.training import trainer as trainer_module
-from itm_fast.training.checkpoint import load_state, save_state
+from itm_fast.training.checkpoint import load_state, random_state, restore_random_state, save_state
 from itm_fast.training.config import read_yaml
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.run_folder import saved_config
@@ -24,6 +24,29 @@ from itm_fast.training.run_log import RunLog
 from python_tests.helpers.commands import SMALL, error, output, train_small
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import config, run, same, stop_at, weights
+
+
+def test_the_random_numbers_of_any_device_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for Apple's MPS, whose functions take no device."""
+    kept = [torch.tensor([1, 2], dtype=torch.uint8)]
+
+    class Generators:
+        @staticmethod
+        def get_rng_state() -> torch.Tensor:
+            return kept[-1]
+
+        @staticmethod
+        def set_rng_state(state: torch.Tensor) -> None:
+            kept.append(state)
+
+    monkeypatch.setattr(torch, "get_device_module", {"mps": Generators}.__getitem__)
+    device = torch.device("mps")
+    state = random_state(device)
+    assert state.keys() == {"cpu", "mps"}
+    kept.append(torch.tensor([3, 4], dtype=torch.uint8))
+    restore_random_state(state, device)
+    assert torch.equal(kept[-1], kept[0])
+    assert random_state(torch.device("cpu")).keys() == {"cpu"}
 
 
 @pytest.fixture(scope="module")

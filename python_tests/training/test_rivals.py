@@ -18,6 +18,7 @@ from itm_fast.evaluation import score_matrix
 from itm_fast.losses.quintuplet_loss import QuintupletLoss
 from itm_fast.losses.rectified_loss import pair_losses, predicted_labels
 from itm_fast.training import TrainConfig, train
+from itm_fast.training.rivals import meta_spn
 from itm_fast.training.rivals.meta_spn import WeightNetwork, pair_terms
 from itm_fast.training.rivals.mixture import low_share
 from itm_fast.training.rivals.offline import offline_negatives, paired_scores
@@ -287,6 +288,25 @@ def test_the_network_of_weights_gets_the_gradient_through_a_step_ahead(
     assert max(float(one.abs().max()) for one in wanted) > 0
     for ours, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-8)
+
+
+def test_scores_of_the_three_passes_have_the_same_dropout(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The difference of two passes is a derivative at the scores of the first only if all three drop the same."""
+    options = {"word_dropout": 0.2}
+    trainer = make_trainer(settings(data, tmp_path, "meta_spn", warmup_epochs=0, model_options=options))
+    scored, states = meta_spn._scored, []
+
+    def noting(*given: Any) -> Tensor:
+        states.append(torch.get_rng_state())
+        return scored(*given)
+
+    monkeypatch.setattr(meta_spn, "_scored", noting)
+    functions = trainer.stepper._functions(next(trainer._batches(0)), "hardest", None)
+    trainer.stepper.scenario._learn_weights(functions, None)
+    assert len(states) == 3
+    assert all(torch.equal(state, states[0]) for state in states)
 
 
 def test_terms_and_weights_of_pairs() -> None:

@@ -136,7 +136,8 @@ class MetaSpnScenario(Scenario):
             rate = self.target.optimizer.param_groups[0]["lr"]
             _move(learned, start, ahead, -rate)
             own = self._validation(batch)
-            with batch.autocast():
+            # Forked, so that `_scored` draws below what it drew above.
+            with batch.autocast(), torch.random.fork_rng(devices=_devices(model)):
                 others = model(own.features, own.token_ids, own.lengths, self.config.micro_batch)
             same = own.image_index[:, None] == own.image_index if self.config.exclude_same_image else None
             meta = F_itm.triplet_loss(others, margin=self.config.margin, positives=same) / max(len(own), 1)
