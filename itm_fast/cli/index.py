@@ -297,8 +297,9 @@ def relocate_command(
         raise ValueError("--checkpoint: expected --checkpoint RUN, --encoder DIR, or both")
     for run in checkpoint or ():
         check_run(run)
-    Index.open(index).relocate(checkpoint, encoder=encoder)
-    _print_sizes(Index.open(index))
+    opened = Index.open(index)
+    opened.relocate(checkpoint, encoder=encoder)
+    _print_sizes(opened)
 
 
 @app.command("info", cls=Command)

@@ -122,7 +122,9 @@ def _records(lines: Any, path: Path) -> Iterator[tuple[str, list[str] | ValueErr
         try:
             cells = next(lines, None)
         except csv.Error as error:
-            problem = f"{error}; inside a caption in quotation marks, write each quotation mark twice"
+            # Of a cell with too many characters, the message says all.
+            advice = "; inside a caption in quotation marks, write each quotation mark twice"
+            problem = f"{error}{'' if 'limit' in str(error) and lines.line_num == start else advice}"
             # An open quotation mark takes in the lines after it, and with them their captions.
             if lines.line_num > start:
                 raise ValueError(f"{path}: line {start}: {problem}") from None

@@ -9,10 +9,11 @@ import contextlib
 import functools
 import hashlib
 import io
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import attrs
 import numpy as np
@@ -54,7 +55,7 @@ def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Imag
     Raises:
         ValueError: the file cannot be read or decoded, is truncated, or has too many pixels. The message names it.
     """
-    with _opened(path, content) as image:
+    with _opened(path, _content(path) if content is None else content) as image:
         is_deep = image.mode == "F" or 32 in getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, ())
         image.load()
         return _as_rgb(ImageOps.exif_transpose(image), is_deep)
@@ -62,21 +63,22 @@ def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Imag
 
 def check_start(path: Path) -> None:
     """Raise ValueError if a file does not begin like a picture that `open_picture` decodes. The rest is not decoded."""
-    with _opened(path, None):
-        pass
+    try:
+        with regular.open_file(path) as file, _opened(path, file):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 @contextlib.contextmanager
-def _opened(path: Path, content: bytes | Image.Image | None) -> Iterator[Image.Image]:
+def _opened(path: Path, content: bytes | Image.Image | BinaryIO) -> Iterator[Image.Image]:
     """Yield a picture that is not decoded yet. Errors of the block become those of `open_picture`."""
-    if content is None:
-        content = _content(path)
     if isinstance(content, Image.Image):
         if not all(content.size):
             raise ValueError(f"{path}: a picture of zero width or height")
         if content.format is not None and content.format not in readable_formats():
             raise ValueError(f"{path}: pictures in the format {content.format} are not read")
-    elif not content:
+    elif content == b"" or (not isinstance(content, bytes) and not os.fstat(content.fileno()).st_size):
         raise ValueError(f"{path}: an empty file, not a picture")
     with warnings.catch_warnings():
         # Of Pillow, on metadata that is not used; the number of pixels is checked below.
@@ -85,7 +87,9 @@ def _opened(path: Path, content: bytes | Image.Image | None) -> Iterator[Image.I
             with (
                 contextlib.nullcontext(content)
                 if isinstance(content, Image.Image)
-                else Image.open(io.BytesIO(content), formats=readable_formats())
+                else Image.open(
+                    io.BytesIO(content) if isinstance(content, bytes) else content, formats=readable_formats()
+                )
             ) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError

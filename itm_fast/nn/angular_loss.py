@@ -18,7 +18,8 @@ class AngularLoss(nn.Module):
 
     With an anchor a, its positive p and the negatives n, all of p's modality, the loss of the anchor is
     `log(1 + exp(max_n f))`, `f = 4 tan^2(angle) (a + p) . n - 2 (1 + tan^2(angle)) a . p`. Images and captions are both
-    anchors; the sum over both is returned. Another caption of the same image is a negative, too.
+    anchors; the sum over both is returned. All other rows are negatives, also those of the same
+    image.
 
     Args:
         angle: upper bound of the angle at the negative in degrees, above 0 and below 90. Official code of SAEM: 45.

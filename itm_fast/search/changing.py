@@ -94,7 +94,10 @@ def build(
             weights = write_tensors(path, "pooling", tensors) if tensors else None
         builder = Builder(path, pool, dtype)
         listed, names = named(source, ids, id_prefix)
-        _fill(builder, members, listed, names, captions, preprocessing, thumbnails, skip_bad, batch_size, progress)
+        if not _fill(
+            builder, members, listed, names, captions, preprocessing, thumbnails, skip_bad, batch_size, progress
+        ):
+            raise ValueError("source: no picture can be decoded")
         for side in SIDES:
             builder.flush(side)
         manifest = Manifest(
@@ -138,7 +141,7 @@ def _fill(
     batch_size: int,
     progress: bool,
 ) -> int:
-    """Encode the items of a source; return their number."""
+    """Encode the items of a source; return their number, without pictures that are left out with a warning."""
     skipped: list[str] = []
     batches = batches_of(
         source, names, captions=captions, pictures=preprocessing, thumbnails=thumbnails, size=batch_size,
@@ -154,8 +157,6 @@ def _fill(
             builder.add(batch.items[0].side, batch.items, batch.thumbnails, encodings)
             added += len(batch.items)
             bar.update(len(batch.items))
-    if not added:
-        raise ValueError(f"source: no picture can be decoded, {len(skipped):,} in all; the first: {skipped[0]}")
     for line in skipped:
         warnings.warn(f"left out: {line}", stacklevel=2)
     return added
@@ -192,10 +193,10 @@ def add(
         taken = snapshot.sides["images"].ids
         known = [name for name in names if name in taken]
         if new_only and isinstance(listed, list):
-            kept = [(path, name) for path, name in zip(listed, names, strict=True) if name not in taken]
+            kept = [(file, name) for file, name in zip(listed, names, strict=True) if name not in taken]
             if not kept:
                 return 0, len(known)
-            listed, names = [path for path, _ in kept], [name for _, name in kept]
+            listed, names = [file for file, _ in kept], [name for _, name in kept]
         elif known:
             advice = ", or skip it with --new-only" if is_folder else ""
             raise ValueError(
@@ -204,6 +205,8 @@ def add(
             )
         builder = Builder(path, snapshot.pooling, manifest.dtype)
         added = _fill(builder, members, listed, names, captions, kind, thumbnails, skip_bad, batch_size, progress)
+        if not added:
+            return 0, len(known)
         records: list[SegmentRecord] = []
         for side in SIDES:
             own = [one for one in manifest.segments if one.side == side]
@@ -254,11 +257,11 @@ def compact(path: Path) -> None:
 
 def relocate(path: Path, checkpoints: Models | None, encoder: str | os.PathLike[str] | None) -> None:
     """Record other places of the same models; arguments and errors as in `Index.relocate`."""
-    if checkpoints is None and encoder is None:
+    if not checkpoints and encoder is None:
         raise ValueError("relocate: expected run directories, an encoder, or both")
     with _changing(path) as manifest:
         runs, kind = manifest.checkpoints, manifest.pictures
-        if checkpoints is not None:
+        if checkpoints:
             runs = members_of(path, manifest, checkpoints, "cpu").checkpoints
             if not runs:
                 raise ValueError("checkpoints: expected run directories")

@@ -64,8 +64,10 @@ def check_same_kind(made_by: str, kind: str) -> None:
     own, given = _KIND.fullmatch(made_by), _KIND.fullmatch(kind)
     if own is None:
         if made_by and kind and made_by != kind:
-            other = kind if given is None else f"layer {given[1]} and pool {given[2]} of {given[4]}"
-            raise ValueError(f"preprocessing: the features were made as {made_by}, got {shown(other)}")
+            other = f"as {kind}" if given is None else f"by layer {given[1]} and pool {given[2]} of {given[4]}"
+            raise ValueError(
+                f"preprocessing: the features were made as {made_by}, but pictures of the index become features {other}"
+            )
         return
     if given is not None and given[3] == own[3]:
         return
@@ -126,7 +128,7 @@ def _encoder(kind: str) -> PictureEncoder:
     try:
         encoder = _loaded(folder, int(layer), pool)
     except ValueError as error:
-        advice = "if it was moved, record its folder with itm-fast index relocate INDEX --encoder DIR"
+        advice = "if it was moved, name its folder with --encoder DIR, or record it with itm-fast index relocate"
         raise EncoderError(f"{error}; {advice}") from None
     if encoder.digest != digest:
         raise EncoderError(f"{folder}: not the encoder that made the features of the index, or it has changed")

@@ -142,7 +142,10 @@ def members_of(path: Path, manifest: Manifest, given: Models | Members | None, d
     try:
         members = given if isinstance(given, Members) else Members(given or manifest.checkpoints, device)
     except ValueError as error:
-        hint = "; if the run directory was moved, name it with --checkpoint RUN" if given is None else ""
+        hint = (
+            "; if the run directory was moved, name it with --checkpoint RUN, or record it with itm-fast index relocate"
+        )
+        hint = hint if given is None else ""
         raise ValueError(f"{error}{hint}") from None
     if members.fingerprints != manifest.models:
         what = ", ".join(members.checkpoints) or "this model"

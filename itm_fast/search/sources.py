@@ -6,7 +6,7 @@ Inside: `Batch`, `Source`, `Listed`, `named`, `size_of`, `batches_of`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -53,7 +53,8 @@ def named(source: Source, ids: Sequence[str] | None = None, prefix: str = "") ->
         prefix: goes before each name.
 
     Raises:
-        ValueError: there is no image, the names are not as many as the images, or a name occurs twice or is empty.
+        ValueError: there is no picture or feature, the names are not as many as the images, or a name occurs twice or
+            is empty.
     """
     own: Sequence[str] | None = None
     listed: Listed
@@ -120,8 +121,7 @@ def batches_of(
         progress: show a progress bar on a terminal while the starts of the pictures are read.
 
     Raises:
-        ValueError: the captions are not as many as the images, or a picture cannot be decoded. The message then counts
-            all such pictures.
+        ValueError: the captions are not as many as the images, or a picture cannot be decoded.
     """
     if isinstance(source, CaptionDataset):
         if captions is not None:
@@ -151,8 +151,8 @@ def batches_of(
             yield Batch(items_of(numbers), features, [b""] * len(numbers))
         return
     scaling = scaling_of(pictures)
-    # Most files that are no pictures are found before any picture is encoded, which may take hours.
-    bad = _bad(pictures_given, check_start, progress)
+    # To encode pictures may take hours; most files that are no pictures are found before.
+    bad = _without_start(pictures_given, progress)
     _report(list(bad.values()), skipped)
     good = [number for number in range(count) if number not in bad]
     for first in range(0, len(good), size):
@@ -161,9 +161,7 @@ def batches_of(
             try:
                 image = opened(pictures_given[number])
             except ValueError as error:
-                # Before an error, the other files are decoded, so that all bad ones are counted.
-                rest = _bad(pictures_given[number + 1 :], opened) if skipped is None else {}
-                _report([str(error), *rest.values()], skipped)
+                _report([str(error)], skipped)
                 continue
             squares[number] = scaling.square(image)
             files.append(thumbnail(image, pictures) if thumbnails else b"")
@@ -171,13 +169,13 @@ def batches_of(
             yield Batch(items_of(list(squares)), features_of_squares(list(squares.values()), pictures, device), files)
 
 
-def _bad(pictures: Sequence[Picture], check: Callable[[Path], object], progress: bool = False) -> dict[int, str]:
-    """Return the errors of `check` for the pictures that are files, by their numbers."""
+def _without_start(pictures: Sequence[Picture], progress: bool) -> dict[int, str]:
+    """Return the errors of `check_start` for the pictures that are files, by their numbers."""
     found = {}
     files = {number: Path(one) for number, one in enumerate(pictures) if isinstance(one, str | os.PathLike)}
     for number, file in tqdm(files.items(), desc="look", unit="file", leave=False, disable=None if progress else True):
         try:
-            check(file)
+            check_start(file)
         except ValueError as error:
             found[number] = str(error)
     return found

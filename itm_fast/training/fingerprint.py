@@ -29,6 +29,8 @@ __all__ = ["check_fingerprints", "check_made_with", "fingerprints", "made_with",
 
 # As states of earlier versions name it.
 _FROZEN = "frozen weights (itm-fast realign)"
+# Options of models that change memory and time only.
+_OF_MEMORY = ("chunk_pairs",)
 
 
 def fingerprints(data: PrecomputedDataset | OwnData) -> dict[str, str]:
@@ -94,24 +96,24 @@ def check_fingerprints(before: dict[str, str], now: dict[str, str], source: Path
             raise ValueError(f"{name}: its content is not what the run to resume was started with ({source})")
 
 
-def made_with(model: MatchingModel, loss: nn.Module | None) -> dict[str, dict[str, Any]]:
-    """Return the options of a model and of a loss that came from Python: the settings of the run do not have them."""
+def made_with(model: MatchingModel, loss: nn.Module | None) -> dict[str, Any]:
+    """Return what the settings of a run may not have: the options of its model, and the name of a loss from Python."""
     made: Any = loss.function if isinstance(loss, OwnLoss) else loss
-    name = None if made is None else getattr(made, "__qualname__", type(made).__qualname__)
+    made = getattr(made, "_orig_mod", made)  # Of a compiled module.
     config = getattr(model, "config", None)
     options = settings.to_dict(config) if attrs.has(type(config)) else {}
-    return {"loss": {"loss": name}, "model": json.loads(json.dumps(options))}
+    named = {f"model: {name}": value for name, value in options.items() if name not in _OF_MEMORY}
+    return {
+        "loss": None if made is None else getattr(made, "__name__", type(made).__name__),
+        **json.loads(json.dumps(named)),
+    }
 
 
-def check_made_with(before: Any, now: Mapping[str, Mapping[str, Any]], source: Path) -> None:
-    """Raise ValueError naming the first option that differs. States of earlier versions have none."""
-    for part, options in now.items():
-        known = before.get(part) if isinstance(before, dict) else None
-        if not isinstance(known, dict):
-            continue
-        for name, value in options.items():
-            if name in known and known[name] != value:
-                raise ValueError(
-                    f"{name if name == part else f'{part}: {name}'}: the run to resume was started with "
-                    f"{shown(known[name])}, got {shown(value)} ({source})"
-                )
+def check_made_with(before: Any, now: Mapping[str, Any], source: Path) -> None:
+    """Raise ValueError naming the first part that differs. States of earlier versions have none."""
+    known = before if isinstance(before, dict) else {}
+    for name, value in now.items():
+        if name in known and known[name] != value:
+            raise ValueError(
+                f"{name}: the run to resume was started with {shown(known[name])}, got {shown(value)} ({source})"
+            )

@@ -167,8 +167,8 @@ class OwnData:
     @property
     def makes_batches(self) -> bool:
         """Return whether the data set makes batches in its own way, which may differ from what `image_batch` reads."""
-        make = getattr(type(self.data), "batch", None)
-        return make is not None and make is not CaptionDataset.batch
+        make = getattr(self.data, "batch", None)
+        return make is not None and getattr(make, "__func__", None) is not CaptionDataset.batch
 
     def image_batch(self, image_indices: Tensor) -> Any:
         """Read images; see `Gallery`. TypeError, ValueError: they are no tensor or `Fragments`, or not as many."""

@@ -398,8 +398,8 @@ class Trainer:
     def _validate(self, step: int) -> None:
         epoch = -(-step // self.steps_per_epoch)
         # A resumed run does not repeat a logged validation, so training must not depend on what a validation draws.
-        devices = [self.device] if self.device.type == "cuda" else []
-        with self.stepper.autocast(), torch.random.fork_rng(devices=devices):
+        drawn = checkpoint.random_state(self.device)
+        with self.stepper.autocast():
             summary = evaluate(
                 self.model,
                 self.validation_data,
@@ -407,6 +407,7 @@ class Trainer:
                 description=self.validation_data.split,
                 world=self.world,
             )
+        checkpoint.restore_random_state(drawn, self.device)
         better = self.progress.judge(summary, step)
         with self.world.together():
             if better and self.world.first:

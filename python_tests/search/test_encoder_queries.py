@@ -53,9 +53,7 @@ def test_an_encoder_that_moved_or_changed(pictures: Path, tmp_path: Path, capsys
     # The index is opened by another process than the one that loaded the encoder.
     encoders._loaded.cache_clear()
     index = Index.open(path, model)
-    with pytest.raises(
-        ValueError, match=r"record its folder with itm-fast index relocate INDEX --encoder DIR$"
-    ) as raised:
+    with pytest.raises(ValueError, match=r"or record it with itm-fast index relocate$") as raised:
         index.search(pictures=[picture], k=1, of="images")
     assert str(raised.value).startswith(str(tmp_path / "vit"))
     (found,) = index.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")
@@ -117,7 +115,7 @@ def test_a_store_names_the_encoder_of_its_features(
     write_pictures(tmp_path / "more", 2, "dev")
     arguments = ["index", "add", path, "--pictures", tmp_path / "more"]
     status, message = error(capsys, *arguments)
-    advice = "if it was moved, record its folder with itm-fast index relocate INDEX --encoder DIR"
+    advice = "if it was moved, name its folder with --encoder DIR, or record it with itm-fast index relocate"
     assert (status, message.endswith(advice)) == (1, True)
     output(capsys, *arguments, "--encoder", tmp_path / "moved")
     assert Index.open(path).size("images") == 4
@@ -129,6 +127,16 @@ def test_a_store_names_the_encoder_of_its_features(
     assert (status, message) == (
         1, f"{tmp_path}/other: not the encoder that made the features of the index, or it has changed",
     )  # fmt: skip
+
+
+def test_pictures_of_another_preprocessing_are_refused() -> None:
+    message = (
+        "preprocessing: the features were made as 224x14, but pictures of the index become features as 224x14 stretched"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        encoders.check_same_kind("224x14", "224x14 stretched")
+    for made_by, kind in (("224x14", "224x14"), ("", "emoji"), ("emoji", "")):
+        encoders.check_same_kind(made_by, kind)
 
 
 def test_the_encoder_runs_where_the_model_runs(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

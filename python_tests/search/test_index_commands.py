@@ -167,7 +167,7 @@ def test_pictures_that_cannot_be_decoded(
         (folder / name).unlink()
     status, message = error(capsys, *build)
     assert (status, message.startswith(f"{folder}/w.png: the picture cannot be decoded (")) == (1, True)
-    assert message.endswith(f") (1 more problem); {advice}")
+    assert message.endswith(f"); {advice}")
     (folder / "y.png").touch()
     with pytest.warns(UserWarning, match="^left out: ") as warned:
         output(capsys, *build, "--skip-bad")
@@ -176,8 +176,14 @@ def test_pictures_that_cannot_be_decoded(
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "y.png").touch()
-    none = f"source: no picture can be decoded, 1 in all; the first: {bad}/y.png: an empty file, not a picture"
-    assert error(capsys, "index", "add", path, "--pictures", bad, "--skip-bad") == (1, none)
+    with pytest.warns(UserWarning, match="^left out: "):
+        assert error(capsys, *build[:5], bad, *build[6:-1], tmp_path / "none", "--skip-bad") == (
+            1, "source: no picture can be decoded",
+        )  # fmt: skip
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"^left out: {re.escape(str(bad))}/y.png: an empty file, not a picture$"):
+            printed = output(capsys, "index", "add", path, "--pictures", bad, "--skip-bad", "--new-only")
+        assert printed.startswith("0 added, 0 skipped, which the index has already\n")
     refused = (1, "--skip-bad: expected only with --pictures")
     assert error(capsys, "index", "add", path, "--data", bad, "--skip-bad") == refused
 
@@ -192,12 +198,18 @@ def test_moved_models_are_recorded(
     emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_folder, _, built = emoji_index
-    path, moved = shutil.copytree(built, tmp_path / "index"), shutil.copytree(run_folder, tmp_path / "moved")
+    run_folder = shutil.copytree(run_folder, tmp_path / "run")
+    path = shutil.copytree(built, tmp_path / "index")
+    Index.open(path).relocate([run_folder])
+    moved = run_folder.rename(tmp_path / "moved")
+    status, message = error(capsys, "search", path, "red heart")
+    advice = "if the run directory was moved, name it with --checkpoint RUN, or record it with itm-fast index relocate"
+    assert (status, message.endswith(advice)) == (1, True)
     output(capsys, "index", "relocate", path, "--checkpoint", moved)
     assert Index.open(path).manifest.checkpoints == (str(moved),)
     before, after = (Index.open(one).search("red heart", 3) for one in (built, path))
     assert before == after
-    other = models.load(run_folder)
+    other = models.load(moved)
     torch.nn.init.normal_(next(other.parameters()))
     other.save(tmp_path / "other")
     status, message = error(capsys, "index", "relocate", path, "--checkpoint", tmp_path / "other")
@@ -205,6 +217,8 @@ def test_moved_models_are_recorded(
         1,
         f"{path}: the index was built with another model than {tmp_path}/other; build it again to use this one",
     )
+    with pytest.raises(ValueError, match=r"^relocate: expected run directories, an encoder, or both$"):
+        Index.open(path).relocate([])
     nothing = "--checkpoint: expected --checkpoint RUN, --encoder DIR, or both"
     assert error(capsys, "index", "relocate", path) == (1, nothing)
     unknown = "encoder: the index does not know a vision model that made its features; build it again with --encoder"
@@ -503,7 +517,7 @@ def test_an_index_of_another_model_is_refused(
     (tmp_path / "run").rename(moved)
     message = (
         f"{tmp_path / 'run' / 'config.json'}: no such file; {tmp_path / 'run'} is not a saved model; if the run "
-        "directory was moved, name it with --checkpoint RUN"
+        "directory was moved, name it with --checkpoint RUN, or record it with itm-fast index relocate"
     )
     assert error(capsys, "search", copy.path, "red") == (1, message)
     assert output(capsys, "search", copy.path, "red", "--checkpoint", moved, "--json").count('"rank"') == 2
