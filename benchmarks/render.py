@@ -56,7 +56,15 @@ IMAGES = ROOT / "docs" / "images"
 # The pages of results by the papers' short names, and the experiments on their claims.
 PAPERS = {"RCAR": "rcar", "SelHN": "selhn", "DBL": "dbl", "ADDR": "addr", "FDF": "fdf"}
 EXPERIMENTS = {name: [f"{name}-claims"] for name in PAPERS.values()}
-EXPERIMENTS["rcar"] += ["rcar-epochs", "rcar-rates", "rcar-grid", "rcar-seeds", "rcar-scenes", "demo-rar"]
+EXPERIMENTS["rcar"] += [
+    "rcar-epochs",
+    "rcar-rates",
+    "rcar-grid",
+    "rcar-seeds",
+    "rcar-scenes",
+    "rcar-scenes-ten",
+    "demo-rar",
+]
 EXPERIMENTS["dbl"] += ["dbl-continued", "dbl-average", "dbl-anchors", "dbl-half", "dbl-variants", "dbl-scan"]
 EXPERIMENTS["addr"].append("addr-regions")
 EXPERIMENTS["selhn"] += ["selhn-rates", "selhn-variants", "selhn-attention", "selhn-bfan", "selhn-bfan-rate"]

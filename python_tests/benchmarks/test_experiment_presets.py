@@ -26,7 +26,8 @@ COMPLETE = [
     "dbl-scan", "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims",
     "fdf-ensemble",
     "fdf-heads", "fdf-rates", "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations",
-    "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-seeds", "scan-ramp",
+    "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-scenes-ten", "rcar-seeds",
+    "scan-ramp",
     "selhn-attention", "selhn-bfan", "selhn-bfan-rate", "selhn-claims", "selhn-rates", "selhn-sgraf",
     "selhn-variants", "vision",
 ]  # fmt: skip
@@ -38,7 +39,7 @@ ALSO_DIFFER = {
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
     "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "fdf-vse": {"epochs"},
     "fdf-rates": {"epochs"}, "scan-ramp": {"lr_warmup_steps"}, "rcar-scenes": {"lr"}, "rcar-seeds": {"lr"},
-    "planned/rcar-scenes-ten": {"lr"}, "fdf-ensembles": {"lr", "epochs"}, "planned/fdf-ensembles-vse": {"lr", "epochs"},
+    "rcar-scenes-ten": {"lr"}, "fdf-ensembles": {"lr", "epochs"}, "planned/fdf-ensembles-vse": {"lr", "epochs"},
 }  # fmt: skip
 
 
