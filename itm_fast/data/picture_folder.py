@@ -1,6 +1,6 @@
 """Match a folder of pictures with a file of captions, and divide the pictures into splits.
 
-Inside: `Collection`, `SplitPictures`, `collect`, `pictures_in`.
+Inside: `Collection`, `SplitPictures`, `collect`, `refusal`, `pictures_in`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itm_fast.data.picture_files import Look, decoded, look_at, near_duplicates,
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.vocabulary import Vocabulary
 
-__all__ = ["Collection", "SplitPictures", "collect", "pictures_in"]
+__all__ = ["Collection", "SplitPictures", "collect", "pictures_in", "refusal"]
 
 _DRAWN = ("train", "dev", "test")
 Kept = TypeVar("Kept")
@@ -104,10 +104,10 @@ def collect(
     if max_tokens is not None:
         rows = _short_enough(rows, max_tokens, vocabulary, skipped)
     if skipped and not skip_bad:
-        raise _refusal(skipped)
+        raise refusal(skipped)
     looks = _look_at_all(rows, paths, skipped, workers, progress)
     if skipped and not skip_bad:
-        raise _refusal(skipped)
+        raise refusal(skipped)
     rows = [row for row in rows if row.image in looks]
     if not rows:
         raise ValueError(f"{captions}: no picture with captions is left of {images}")
@@ -126,9 +126,10 @@ def _with_slashes(images: Path, row: Row) -> Row:
     return attrs.evolve(row, image=path.as_posix())
 
 
-def _refusal(problems: list[str]) -> ValueError:
+def refusal(problems: Sequence[str], what: str = "pictures and captions") -> ValueError:
+    """Return an error with the first problem and the number of the others; `what` names the things at fault."""
     more = f" ({len(problems) - 1:,} more problem{'s' * (len(problems) > 2)})" if len(problems) > 1 else ""
-    return ValueError(f"{problems[0]}{more}; --skip-bad leaves such pictures and captions out and lists them")
+    return ValueError(f"{problems[0]}{more}; --skip-bad leaves such {what} out and lists them")
 
 
 def _short_enough(rows: Sequence[Row], max_tokens: int, vocabulary: Vocabulary | None, skipped: list[str]) -> list[Row]:

@@ -142,11 +142,12 @@ def members_of(path: Path, manifest: Manifest, given: Models | Members | None, d
     try:
         members = given if isinstance(given, Members) else Members(given or manifest.checkpoints, device)
     except ValueError as error:
-        hint = (
-            "; if the run directory was moved, name it with --checkpoint RUN, or record it with itm-fast index relocate"
+        if given is not None:
+            raise
+        advice = (
+            "if the run directory was moved, name it with --checkpoint RUN, or record it with itm-fast index relocate"
         )
-        hint = hint if given is None else ""
-        raise ValueError(f"{error}{hint}") from None
+        raise ValueError(f"{error}; {advice}") from None
     if members.fingerprints != manifest.models:
         what = ", ".join(members.checkpoints) or "this model"
         raise ValueError(f"{path}: the index was built with another model than {what}; build it again to use this one")

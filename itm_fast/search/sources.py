@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from itm_fast.data import CaptionDataset
 from itm_fast.data.picture_files import check_start
-from itm_fast.data.picture_folder import pictures_in
+from itm_fast.data.picture_folder import pictures_in, refusal
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.search.pictures import Picture, features_of_squares, opened, picture_in, scaling_of, thumbnail
@@ -186,8 +186,7 @@ def _report(bad: Sequence[str], skipped: list[str] | None) -> None:
     if skipped is not None:
         skipped += bad
     elif bad:
-        more = f" ({len(bad) - 1:,} more problem{'s' * (len(bad) > 2)})" if len(bad) > 1 else ""
-        raise ValueError(f"{bad[0]}{more}; --skip-bad leaves such pictures out and lists them")
+        raise refusal(bad, "pictures")
 
 
 def _features(source: Tensor | np.ndarray, first: int, last: int) -> Tensor:
