@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 from itm_fast.files import atomic
 from itm_fast.files.messages import shortened
-from itm_fast.training.tracker_run import RUN_ID, keep_id, kept_id
+from itm_fast.training.tracker_run import RUN_ID, Ending, keep_id, kept_id
 
 __all__ = ["MlflowLog"]
 
 Item = TypeVar("Item")
 _EXPERIMENT = "itm_fast"
 _SERVER = "MLFLOW_TRACKING_URI"
+_STATUS: dict[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # The limits of MLflow for one call, and for the text of a parameter.
 _METRICS, _PARAMETERS, _CHARACTERS = 1000, 100, 500
 
@@ -115,10 +116,10 @@ class MlflowLog:
         if metrics := self._metrics(line):
             self._client.log_batch(self._id, metrics=metrics)
 
-    def close(self) -> None:
-        """Mark the run of MLflow as finished."""
+    def close(self, ending: Ending) -> None:
+        """Give the run of MLflow the status of the training's ending."""
         if self._client is not None:
-            self._client.set_terminated(self._id)
+            self._client.set_terminated(self._id, _STATUS[ending])
 
     def _open(self) -> str:
         """Open the database or the server, and return the id of the experiment."""

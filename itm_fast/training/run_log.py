@@ -13,6 +13,7 @@ from typing import Any
 from itm_fast.training import run_folder
 from itm_fast.training.metrics_log import MetricsLog, read_metrics
 from itm_fast.training.state_check import check_summary
+from itm_fast.training.tracker_run import Ending
 from itm_fast.training.trackers import Tracker
 
 __all__ = ["RunLog"]
@@ -22,11 +23,15 @@ _PLACE = ("kind", "split", "step", "epoch", "seconds")
 
 
 class RunLog:
-    """The log in the directory `run`, which `trackers` get, too. Only one of several processes `writes`."""
+    """The log in the directory `run`, which `trackers` get, too. Only one of several processes `writes`.
+
+    Trackers learn that the training failed, unless another `ending` was set.
+    """
 
     def __init__(self, run: str | Path, *, trackers: Sequence[Tracker] = (), writes: bool) -> None:
         self.lines, self._writes = MetricsLog(Path(run) / run_folder.METRICS), writes
         self.trackers = list(trackers) if writes else []
+        self.ending: Ending = "failed"
 
     @contextlib.contextmanager
     def open(self, size: int, seconds: float) -> Iterator[None]:
@@ -34,11 +39,15 @@ class RunLog:
         if self._writes:
             self.lines.truncate(size)
         lines = _numbers(self.lines) if self.trackers and self.lines.size else []
+        self.ending = "failed"
         with contextlib.ExitStack() as opened:
             for tracker in self.trackers:
                 tracker.start(lines, seconds)
-                opened.callback(tracker.close)
+                opened.callback(self._close, tracker)
             yield
+
+    def _close(self, tracker: Tracker) -> None:
+        tracker.close(self.ending)
 
     def write(self, **line: Any) -> None:
         if not self._writes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from itm_fast.files import atomic
+from itm_fast.training.tracker_run import Ending
 
 __all__ = ["TensorBoardLog"]
 
@@ -63,7 +64,7 @@ class TensorBoardLog:
                     f"{line['kind']}/{name}", value, line["step"], walltime=self._started + line["seconds"]
                 )
 
-    def close(self) -> None:
+    def close(self, _ending: Ending) -> None:
         """Flush buffered events and close the file."""
         if self._writer is not None:
             with atomic.naming_full_disk(self.folder):

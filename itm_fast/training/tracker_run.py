@@ -1,18 +1,21 @@
-"""The id of a tracker's run, kept beside its files so that a resumed run continues it.
+"""A tracker's run: how it ended, and its id, kept beside its files so that a resumed run continues it.
 
-Inside: `RUN_ID`, `kept_id`, `keep_id`.
+Inside: `Ending`, `RUN_ID`, `kept_id`, `keep_id`.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from itm_fast.files import atomic, regular
 from itm_fast.files.documents import read_text
 
-__all__ = ["RUN_ID", "keep_id", "kept_id"]
+__all__ = ["RUN_ID", "Ending", "keep_id", "kept_id"]
 
+# All steps were done; a signal stopped the training; an error did.
+Ending = Literal["finished", "stopped", "failed"]
 RUN_ID = "run_id"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_BYTES = 100

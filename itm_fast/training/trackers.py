@@ -14,6 +14,7 @@ from itm_fast.files.run_files import TENSORBOARD
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.mlflow_log import MlflowLog
 from itm_fast.training.tensorboard import TensorBoardLog
+from itm_fast.training.tracker_run import Ending
 from itm_fast.training.wandb_log import WandbLog
 
 __all__ = ["Tracker", "tracker_folders", "trackers"]
@@ -30,8 +31,8 @@ class Tracker(Protocol):
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line."""
 
-    def close(self) -> None:
-        """Write what is buffered."""
+    def close(self, ending: Ending) -> None:
+        """Write what is buffered, and how the training ended."""
 
 
 def tracker_folders(config: TrainConfig) -> list[str]:

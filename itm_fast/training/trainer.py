@@ -207,7 +207,9 @@ class Trainer:
         _ = self._fingerprints  # Of frozen weights before a step changes them, as a momentum encoder does.
         self.progress.start()
         with self._own_data(), self.log.open(self.progress.log_size, self.progress.seconds_before):
-            return self._run()
+            result = self._run()
+            self.log.ending = "finished" if result.finished else "stopped"
+            return result
 
     @contextlib.contextmanager
     def _own_data(self, *, after: bool = True) -> Iterator[None]:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from itm_fast.files import atomic
-from itm_fast.training.tracker_run import keep_id, kept_id
+from itm_fast.training.tracker_run import Ending, keep_id, kept_id
 
 __all__ = ["WandbLog"]
+
+# 255 is the code of wandb itself after Ctrl-C.
+_EXIT_CODE: dict[Ending, int] = {"finished": 0, "stopped": 255, "failed": 1}
 
 
 class WandbLog:
@@ -79,7 +82,7 @@ class WandbLog:
         numbers = {name: value for name, value in line.items() if name != "step" and not isinstance(value, str)}
         self._log.log({f"{line['kind']}/{name}": value for name, value in numbers.items()}, step=line["step"])
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Write what is buffered and finish the run of wandb."""
         if self._log is not None:
-            self._log.finish()
+            self._log.finish(exit_code=_EXIT_CODE[ending])

@@ -96,17 +96,19 @@ def test_mlflow_has_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
     again.start(lines[:2], 1.0)
     for line in lines[2:]:
         again.write(line)
-    again.close()
+    again.close("failed")
     assert shown() == wanted
+    assert client.get_run(last.info.run_id).info.status == "FAILED"
     assert len(client.search_runs([experiment.experiment_id])) == 1
     # A run that MLflow lost starts again with all lines, and so does a new run in the same folder.
     (tmp_path / "run/mlflow/run_id").write_text("0" * 32)
     for first in (lines, []):
         again.start(first, 1.0)
-        again.close()
+        again.close("stopped")
     others = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
     assert [len(one.data.metrics) for one in others[:2]] == [0, len(wanted)]
     assert len(others) == 3
+    assert [one.info.status for one in others] == ["KILLED", "KILLED", "FAILED"]
 
 
 @pytest.mark.usefixtures("no_network")

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from itm_fast.training import Trainer
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.trackers import tracker_folders
 from itm_fast.training.wandb_log import WandbLog
 from python_tests.helpers.commands import error, train_small
+from python_tests.helpers.runs import config, run, stop_at
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -51,6 +53,7 @@ class Wandb:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.exit_codes: list[int] = []
         self.calls: list[dict[str, Any]] = []
         self.id = "abc123"
 
@@ -66,8 +69,8 @@ class Wandb:
         assert not self.rows or step >= self.rows[-1]["step"]
         self.rows.append({"step": step, **numbers})
 
-    def finish(self) -> None:
-        pass
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
 
 
 def test_a_resumed_run_continues_that_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +95,26 @@ def test_a_resumed_run_continues_that_of_the_server(tmp_path: Path, monkeypatch:
     (tmp_path / "wandb" / "run_id").write_text("../evil\n")
     log.start(lines, 0.0)
     assert [call["id"] for call in wandb.calls[2:]] == [None, None]
+
+
+def test_a_tracker_learns_how_the_training_ended(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_trainer: Trainer, _batch: object) -> dict[str, float]:
+        raise RuntimeError("power cut")
+
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    settings = config(data, tmp_path / "run", tracker="wandb")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        run(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", broken)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(settings, resume=True)
+    run(settings, resume=True)
+    assert wandb.exit_codes == [255, 1, 0]
 
 
 def test_tensorboard_is_a_tracker_too(data: Path, tmp_path: Path) -> None:
