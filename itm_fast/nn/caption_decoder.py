@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.packing import Packing, padded_rows
 from itm_fast.nn.pooling import final_states
 from itm_fast.ops.library import outside_graphs
@@ -67,14 +68,11 @@ class CaptionDecoder(nn.Module):
             (n,) float32 (float64 for float64). A caption of fewer than two words has 0.
         """
         validation.check_fragments("regions", regions)
-        packing = Packing(regions.lengths, regions.device)
-        if packing.n_rows == 0 or token_ids.shape[1] < 2:
-            return self.out.bias.new_zeros(len(lengths)) + 0.0 * sum(one.sum() for one in self.parameters())
-        read = packing.unpack(self.reader(packing.pack(self.dropout(self.project(regions.values))))[0].data)
-        seen = torch.arange(read.max_length, device=regions.device) < read.lengths.clamp(min=1)[:, None]
-        contexts = padded_rows(read, read.values)
-        keys = padded_rows(read, self.of_region(read.values))
-        state = final_states(read).to(contexts.dtype)
+        if len(lengths) == 0 or token_ids.shape[1] < 2:
+            wide = torch.promote_types(self.out.bias.dtype, torch.float32)
+            return connected(self.out.bias.new_zeros(len(lengths), dtype=wide), self.parameters())
+        contexts, keys, state = self._read(regions)
+        seen = torch.arange(contexts.shape[1], device=regions.device) < regions.lengths.clamp(min=1)[:, None]
         words = self.embed(token_ids[:, :-1])
         states = []
         for step in range(words.shape[1]):
@@ -91,3 +89,17 @@ class CaptionDecoder(nn.Module):
         ).view(len(lengths), -1)
         told = torch.arange(1, token_ids.shape[1], device=losses.device) < lengths.to(losses.device)[:, None]
         return (losses * told).sum(dim=1)
+
+    def _read(self, regions: Fragments) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the first GRU says of each region (n, k, h), A of it, and its last states (n, h).
+
+        Padding is zeros; an image without regions has zeros, too.
+        """
+        packing = Packing(regions.lengths, regions.device)
+        if packing.n_rows == 0:
+            none = self.out.weight.new_zeros(len(regions), 1, self.out.in_features)
+            none = connected(none, [*self.project.parameters(), *self.reader.parameters(), self.of_region.weight])
+            return none, none, none[:, 0]
+        read = packing.unpack(self.reader(packing.pack(self.dropout(self.project(regions.values))))[0].data)
+        contexts = padded_rows(read, read.values)
+        return contexts, padded_rows(read, self.of_region(read.values)), final_states(read).to(contexts.dtype)

@@ -15,6 +15,7 @@ from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer, narrowed
 from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.padded_pairs import at_least_a_row
 from itm_fast.nn.regulators import RecurrentAggregationRegulator, RecurrentCorrespondenceRegulator
 from itm_fast.ops.precision import without_autocast
 
@@ -30,9 +31,7 @@ class PaddedSide(NamedTuple):
 
     @classmethod
     def of(cls, sets: Fragments, dim: int) -> PaddedSide:
-        padded, lengths = sets.to_padded()
-        if padded.shape[1] == 0:
-            padded = padded.new_zeros(len(sets), 1, padded.shape[2])
+        padded, lengths = at_least_a_row(sets)
         inside = torch.arange(padded.shape[1], device=padded.device) < lengths.clamp(min=1)[:, None]
         return cls(*(tensor.unsqueeze(dim) for tensor in (padded, inside, lengths)))
 

@@ -1,6 +1,6 @@
 """Padded sets and the attention of all their pairs, for modules that score pairs in chunks.
 
-Inside: `padded_sets`, `pair_products`, `region_attention`.
+Inside: `at_least_a_row`, `padded_sets`, `pair_products`, `region_attention`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.normalization import l2norm
 
-__all__ = ["padded_sets", "pair_products", "region_attention"]
+__all__ = ["at_least_a_row", "padded_sets", "pair_products", "region_attention"]
+
+
+def at_least_a_row(sets: Fragments) -> tuple[Tensor, Tensor]:
+    """Return padded rows (n, longest, d) and the lengths (n,). If no set has rows, the padding is one row wide."""
+    padded, lengths = sets.to_padded()
+    if padded.shape[1] == 0:
+        padded = padded.new_zeros(len(sets), 1, padded.shape[2])
+    return padded, lengths
 
 
 def padded_sets(sets: Fragments) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,9 +27,7 @@ def padded_sets(sets: Fragments) -> tuple[Tensor, Tensor, Tensor]:
 
     The first row of an empty set counts as inside, so that nothing is infinite.
     """
-    padded, lengths = sets.to_padded()
-    if padded.shape[1] == 0:
-        padded = padded.new_zeros(len(sets), 1, padded.shape[2])
+    padded, lengths = at_least_a_row(sets)
     inside = torch.arange(padded.shape[1], device=padded.device) < lengths.clamp(min=1)[:, None]
     return padded.to(torch.promote_types(padded.dtype, torch.float32)), inside, lengths
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.nn.bert_text_encoder import make_bert, padded_pieces
 from itm_fast.nn.no_rows import connected
+from itm_fast.nn.padded_pairs import at_least_a_row
 from itm_fast.nn.similarity import wide_linear
 from itm_fast.reference import validation
 
@@ -135,9 +136,7 @@ class PairScores(nn.Module):
         for name, sets in (("images", regions), ("captions", captions)):
             validation.check_fragments(name, sets)
         shape = len(regions), len(captions)
-        words, n_words = captions.to_padded()
-        if words.shape[1] == 0:
-            words = words.new_zeros(shape[1], 1, words.shape[2])
+        words, n_words = at_least_a_row(captions)
         rows, n_rows = regions.to_padded()
         # The state of the first row is what the head reads, so it always takes part.
         parts = [

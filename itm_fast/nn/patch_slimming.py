@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.padded_pairs import at_least_a_row
 from itm_fast.reference import validation
 
 __all__ = ["PatchSlimming"]
@@ -85,7 +86,7 @@ class PatchSlimming(nn.Module):
         validation.check_fragments("captions", captions)
         regions = self._regions(images)
         patches = regions[:, int(self.class_token) :]  # (n, k, d)
-        words, lengths = captions.to_padded()  # (m, w, d), (m,)
+        words, lengths = at_least_a_row(captions)  # (m, w, d), (m,)
         inside = torch.arange(words.shape[1], device=words.device) < lengths[:, None]
         cosines = self._cosines(regions, words, self._weights(patches, self._significance(patches, words, lengths)))
         of_words = (cosines.max(dim=2).values * inside).sum(2) / lengths.clamp(min=1)

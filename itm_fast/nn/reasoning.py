@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.nn.regulators import CrossAttentionAlignments
@@ -222,7 +223,11 @@ class SimilarityReasoning(nn.Module):
 
         Images are rows. Scores are float32, in (0, 1); 0 for an empty caption.
         """
-        return torch.stack([self._score(*parts) for parts in self._alignments(images, captions)], dim=1)
+        scores = [self._score(*parts) for parts in self._alignments(images, captions)]
+        if not scores:
+            wide = torch.promote_types(images[1].dtype, torch.float32)
+            return connected(images[1].new_zeros(len(images[1]), 0, dtype=wide), self.parameters())
+        return torch.stack(scores, dim=1)
 
     def shares(self, images: tuple[Fragments, Tensor], captions: tuple[Fragments, Tensor]) -> dict[str, list[Tensor]]:
         """Return the weights of "sgr" and "saf" at each step for one image and one caption.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
+from itm_fast.nn.no_rows import connected
 from itm_fast.nn.packing import padded_rows, rows_of_padded
 from itm_fast.reference import validation
 
@@ -39,7 +40,7 @@ class RegionAttention(nn.Module):
         validation.check_fragments("sets", sets)
         rows: Tensor = self.ln(sets.values)
         if rows.shape[0] == 0:
-            return sets
+            return sets.with_values(connected(sets.values, self.parameters()))
         padded = padded_rows(sets, rows)
         # A set without rows sees one of zeros, so that no softmax is empty; its result is left out.
         hidden = torch.arange(padded.shape[1], device=rows.device) >= sets.lengths.clamp(min=1)[:, None]

@@ -96,11 +96,12 @@ def check_captions(token_ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
             f"lengths: expected an integer tensor of shape ({token_ids.shape[0]},), "
             f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
         )
-    if token_ids.device.type != "cpu" or token_ids.numel() == 0 or not has_values(token_ids):
+    if token_ids.device.type != "cpu" or lengths.numel() == 0 or not has_values(token_ids):
         return
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"token_ids: expected ids from 0 to {vocab_size - 1}, got {low} to {high}")
+    if token_ids.numel():
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"token_ids: expected ids from 0 to {vocab_size - 1}, got {low} to {high}")
     low, high = int(lengths.min()), int(lengths.max())
     if low < 0 or high > token_ids.shape[1]:
         raise ValueError(f"lengths: expected values from 0 to {token_ids.shape[1]}, got {low} to {high}")

@@ -111,13 +111,14 @@ def test_text_encoder_of_empty_captions_alone() -> None:
     [
         ([[1, 23]], [2], "token_ids: expected ids from 0 to 22, got 1 to 23"),
         ([[1, 2]], [3], "lengths: expected values from 0 to 2, got 3 to 3"),
+        (torch.zeros(2, 0, dtype=torch.int64), [1, 1], "lengths: expected values from 0 to 0, got 1 to 1"),
         ([[1, 2]], [1, 1], r"lengths: expected an integer tensor of shape \(1,\), got torch.int64 of shape \(2,\)"),
         ([[1.0, 2.0]], [1], r"token_ids: expected an integer tensor \(n, L\), got torch.float32 of shape \(1, 2\)"),
     ],
 )
-def test_text_encoder_names_bad_input(ids: list, lengths: list, message: str) -> None:
+def test_text_encoder_names_bad_input(ids: list | Tensor, lengths: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TextEncoder(23, 12)(torch.tensor(ids), torch.tensor(lengths))
+        TextEncoder(23, 12)(torch.as_tensor(ids), torch.tensor(lengths))
 
 
 def test_text_encoder_names_lengths_that_are_no_tensor() -> None:

@@ -1,4 +1,7 @@
-"""Encoding no images and no captions, as a process without a share of a batch does, reaches all weights."""
+"""Encoding no images and no captions, as a process without a share of a batch does, reaches all weights.
+
+Captions without words train beside others, and alone.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from torch import Tensor
 
 from itm_fast import models
 from itm_fast.fragments import Fragments
+from itm_fast.nn.reasoning import SimilarityReasoning
 
 SIZES = {"vocab_size": 20, "feature_dim": 12, "embed_dim": 16, "word_dim": 8}
 BERT = {"text_encoder": "bert", "bert_dim": 16, "bert_layers": 1, "bert_heads": 2, "bert_hidden_dim": 16}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("scan", {}), ("scan", {"regulator": "rcar"}), ("scan", {"image_encoder": "residual"}),
-    ("scan", {"image_encoder": "patches"}), ("scan", BERT), ("bfan", {}), ("camp", {}), ("chan", {}), ("dbl", {}),
-    ("esa", {}), ("laps", {"n_regions": 4}), ("naaf", {}), ("pfan", {"feature_dim": 8}), ("rvsepp", {}), ("saem", {}),
+    ("scan", {"image_encoder": "patches"}), ("scan", BERT), ("bfan", {}), ("camp", {}), ("chan", {}), ("chan", {"region_attention": True}),
+    ("dbl", {}), ("esa", {}), ("laps", {"n_regions": 4}), ("naaf", {}), ("pfan", {"feature_dim": 8}), ("rvsepp", {}), ("saem", {}),
     ("sgraf", {"n_regions": 4}), ("vse_infty", {}), ("vsepp", {}), ("vsrn", {}),
 ]  # fmt: skip
 
@@ -55,3 +59,30 @@ def test_scores_of_no_captions_reach_the_weights_of_both_encoders(name: str) -> 
     scores.sum().backward()
     assert scores.shape == (3, 0)
     assert [key for key, weight in model.named_parameters() if weight.grad is None] == []
+
+
+# Generalised pooling refuses sets without rows.
+@pytest.mark.parametrize("lengths", [[3, 0], [0, 0], [0]])
+@pytest.mark.parametrize(("name", "settings"), [one for one in MODELS if one[0] not in ("rvsepp", "vse_infty")])
+def test_captions_without_words_are_scored_and_trained(name: str, settings: dict[str, Any], lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    model = models.create(name, **{**SIZES, **settings})
+    token_ids = torch.randint(1, 20, (len(lengths), 4))
+    images, captions = model.encode(torch.randn(2, 4, 12), token_ids, torch.tensor(lengths))
+    scores = model.score(images, captions)
+    scores.sum().backward()
+    assert scores.shape == (2, len(lengths))
+    assert scores.isfinite().all()
+    found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert found
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_similarity_reasoning_takes_no_captions(training: bool) -> None:
+    reasoning = SimilarityReasoning(4, 3).train(training)
+    images, captions = Fragments.from_padded(torch.randn(2, 5, 4)), Fragments(torch.zeros(0, 4), torch.tensor([0]))
+    scores = reasoning((images, torch.randn(2, 4)), (captions, torch.zeros(0, 4)))
+    scores.sum().backward()
+    assert scores.shape == (2, 0)
+    assert all(weight.grad is not None and not weight.grad.any() for weight in reasoning.parameters())

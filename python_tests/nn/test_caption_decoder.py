@@ -67,8 +67,18 @@ def test_empty_images_and_captions_are_finite() -> None:
     losses.sum().backward()
     assert bool(losses.isfinite().all())
     assert all(bool(one.grad.isfinite().all()) for one in decoder.parameters())
-    assert decoder(Fragments(torch.zeros(0, 6), torch.tensor([0, 0])), IDS[:1], LENGTHS[:1]).tolist() == [0.0]
     assert decoder(regions, IDS[:2, :1], torch.tensor([1, 1])).tolist() == [0.0, 0.0]
+
+
+def test_an_image_without_regions_has_the_same_loss_alone() -> None:
+    torch.manual_seed(0)
+    decoder = CaptionDecoder(6, 11, hidden_dim=5, word_dim=4).eval()
+    beside = decoder(Fragments(torch.randn(3, 6), torch.tensor([0, 3, 3])), IDS[:2], LENGTHS[:2])
+    alone = decoder(Fragments(torch.zeros(0, 6), torch.tensor([0, 0])), IDS[1:2], LENGTHS[1:2])
+    torch.testing.assert_close(alone, beside[1:])
+    alone.sum().backward()
+    assert all(one.grad is not None for one in decoder.parameters())
+    assert decoder(Fragments(torch.zeros(0, 6), torch.tensor([0])), IDS[:0], LENGTHS[:0]).shape == (0,)
 
 
 OPTIONS = {"embed_dim": 16, "word_dim": 12, "graph_layers": 1, "caption_weight": 0.5, "caption_hidden_dim": 8}
