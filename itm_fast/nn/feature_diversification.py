@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.grouped import GroupedAttention, GroupedLinear, GroupedPooling, GroupedRowNorm, of_group
-from itm_fast.nn.image_encoder import narrowed
+from itm_fast.nn.image_encoder import detach_blank_rows, narrowed
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
@@ -145,8 +145,10 @@ class FeatureConversions(nn.Module):
             inner, outer = self.network
             changed = outer(torch.relu(inner(rows, only)), only)
             rows = rows + changed if self.residual else changed
+        if self.pool is None:
+            return l2norm(detach_blank_rows(rows, base.values))
         # One vector of an item is worth float32, which its pooling had; fragments keep their type.
-        return l2norm(rows if self.pool is None else rows.to(torch.promote_types(rows.dtype, torch.float32)))
+        return l2norm(rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
     def of_others(self, others: Sequence[Fragments], first: int = 1) -> list[Tensor]:
         """Convert `others[i]` by conversion `first + i`, counted from 0.

@@ -59,7 +59,7 @@ def detach_blank_rows(embedded: Tensor, rows: Tensor) -> Tensor:
     huge derivative, which would dominate those of all other rows.
 
     Args:
-        embedded: `(N, d)`, what the layers make of `rows`.
+        embedded: `(..., N, d)`, what the layers make of `rows`.
         rows: `(N, f)`.
     """
     if not (torch.is_grad_enabled() and embedded.requires_grad):
