@@ -1,13 +1,14 @@
 """Layers that compute several groups with separate weights in one product.
 
-Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedAttention`, `GroupedPooling`, `of_group`. Activations are
-`(groups, rows, width)`: those of one group are contiguous. With `only`, that group alone is computed; the result is
-`(1, rows, width)`.
+Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedAttention`, `GroupedPooling`, `of_group`, `stacked_vectors`.
+Activations are `(groups, rows, width)`: those of one group are contiguous. With `only`, that group alone is computed;
+the result is `(1, rows, width)`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from itm_fast.nn.image_encoder import narrowed
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.nn.region_attention import RegionAttention
 
-__all__ = ["GroupedAttention", "GroupedLinear", "GroupedPooling", "GroupedRowNorm", "of_group"]
+__all__ = ["GroupedAttention", "GroupedLinear", "GroupedPooling", "GroupedRowNorm", "of_group", "stacked_vectors"]
 
 
 class GroupedLinear(nn.Module):
@@ -82,6 +83,15 @@ class GroupedRowNorm(nn.Module):
         training = self.training and only is None and count > 1
         normed = F.batch_norm(flat, mean, variance, weight, bias, training, self.momentum, self.eps)
         return normed.view(count, groups, width).transpose(0, 1)
+
+
+def stacked_vectors(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the biases and the weights of normalisations in `module` that are stacked by groups: (groups, width)."""
+    for part in module.modules():
+        if isinstance(part, GroupedRowNorm):
+            yield part.weight
+        if isinstance(part, GroupedRowNorm | GroupedLinear):
+            yield part.bias
 
 
 class GroupedAttention(nn.Module):

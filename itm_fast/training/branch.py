@@ -6,7 +6,7 @@ Inside: `Branch`, `DivergedError`, `finite`, `BERT`, `BACKBONE`, `TEXT_TOWER`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from itm_fast.models.base import MatchingModel
+from itm_fast.nn.grouped import stacked_vectors
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.state_check import MayLack, check_equal, check_like
@@ -189,7 +190,8 @@ def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Param
         own = [one for name, one in named.items() if name.startswith(prefix)]
         groups += [{"params": own, "lr": config.lr * factor}] if own else []
     if not config.decay_biases:
-        groups = [part for group in groups for part in _without_decay_of_vectors(group)]
+        stacked = set(stacked_vectors(model))
+        groups = [part for group in groups for part in _without_decay_of_vectors(group, stacked)]
     if of_loss:
         groups.append({"params": of_loss, "weight_decay": 0.0})
     return kind(
@@ -201,9 +203,12 @@ def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Param
     )
 
 
-def _without_decay_of_vectors(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Divide a group of parameters: biases and the weights of normalisation layers, which are vectors, do not decay."""
-    vectors = [one for one in group["params"] if one.ndim <= 1]
-    others = [one for one in group["params"] if one.ndim > 1]
+def _without_decay_of_vectors(group: dict[str, Any], stacked: Set[nn.Parameter]) -> list[dict[str, Any]]:
+    """Divide a group of parameters: biases and the weights of normalisation layers, which are vectors, do not decay.
+
+    Those of feature conversions are `stacked`, one row for each conversion.
+    """
+    vectors = [one for one in group["params"] if one.ndim <= 1 or one in stacked]
+    others = [one for one in group["params"] if one.ndim > 1 and one not in stacked]
     parts = [{**group, "params": others}, {**group, "params": vectors, "weight_decay": 0.0}]
     return [part for part in parts if part["params"]]

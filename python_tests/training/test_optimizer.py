@@ -30,6 +30,20 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("head", ["residual", "mlp"])
+def test_biases_and_norms_of_conversions_do_not_decay(data: Path, tmp_path: Path, head: str) -> None:
+    options = {"embed_dim": 8, "word_dim": 6, "image_encoder": head}
+    fdf = {"model": "vse_infty", "conversions": 2, "model_options": options}
+    trainer = make_trainer(config(data, tmp_path, **fdf, weight_decay=0.1, decay_biases=False))
+    decaying = {id(one) for group in trainer.stepper.scenario.target.optimizer.param_groups if group["weight_decay"]
+                for one in group["params"]}  # fmt: skip
+    names = [name for name, one in trainer.model.named_parameters() if one.ndim > 1 and id(one) not in decaying]
+    linear = ["fc.bias", "mlp.0.bias", "mlp.2.bias", "network.0.bias", "network.1.bias"]
+    expected = {f"images.conversions.{name}" for name in [*linear, "mlp.1.weight", "mlp.1.bias"]}
+    expected |= {f"captions.conversions.{name}" for name in linear if name.startswith("network")}
+    assert set(names) == expected
+
+
 @pytest.mark.parametrize(("optimizer", "biases"), [("adam", True), ("adamw", True), ("adam", False), ("adamw", False)])
 def test_two_steps_of_adam_by_its_equations(data: Path, tmp_path: Path, optimizer: str, biases: bool) -> None:
     """Unequal betas, and a decay that Adam adds to the gradient and AdamW takes from the weights (Algorithms 1, 2).
