@@ -482,7 +482,9 @@ class Rescored(Matcher):
         return self.change(super().score(images, captions))
 
 
-BUILT_IN = models.create("vsepp", vocab_size=7, feature_dim=3, embed_dim=4, word_dim=2)
+HOST = {"vocab_size": 7, "feature_dim": 3, "embed_dim": 4, "word_dim": 2}
+BUILT_IN = models.create("vsepp", **HOST)
+REALIGNED = models.create("fdf", host="vse_infty", conversions=2, host_options=HOST)
 
 
 def with_plain_backbone() -> models.MatchingModel:
@@ -604,6 +606,10 @@ def broken(**changes: object) -> Stripes:
                 f"loss: the scenario {scenario} has losses of its own and cannot take yours",
             )
             for scenario in ("aoq", "meta_spn", "ncr")
+        ),
+        (
+            {"model": REALIGNED}, {"conversions": 2}, ValueError,
+            "loss: the realignment of several conversions has losses of its own and cannot take yours",
         ),
     ],
 )  # fmt: skip
