@@ -22,8 +22,8 @@ from itm_fast.fragments import Fragments
 
 Indices = Tensor | np.ndarray | Sequence[int]
 
-# Mixed with the seed, so that noise differs from the order of the batches.
-_NOISE = 0x4E
+# Mixed with the seed, so that noise differs from the order of the batches of any epoch, which two numbers seed.
+_NOISE = (0, 0x4E)
 
 
 @attrs.frozen(eq=False)
@@ -176,7 +176,7 @@ class CaptionDataset:
         """
         if not 0 <= share < 1:
             raise ValueError(f"noise: expected a share from 0 to below 1, got {share}")
-        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, _NOISE])))
+        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *_NOISE])))
         chosen = torch.from_numpy(random.permutation(len(self))[: int(share * len(self))])
         self.caption_image = self.caption_image.clone()
         self.caption_image[chosen] = self.caption_image[chosen[torch.from_numpy(random.permutation(len(chosen)))]]

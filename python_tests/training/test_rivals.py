@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from itm_fast.data import EpochSampler
 from itm_fast.distributed import World
 from itm_fast.distributed.launch import Launch
 from itm_fast.evaluation import score_matrix
@@ -365,6 +366,8 @@ def test_shuffled_captions_depend_on_the_seed_alone(data: Path, tmp_path: Path) 
     assert not torch.equal(first, other)
     assert torch.equal(first.bincount(), plain.bincount()), "each image keeps its number of captions"
     assert 0.4 < float((first != plain).float().mean()) <= 0.5
+    half = [next(iter(EpochSampler(len(plain), len(plain) // 2, seed=0, epoch=epoch))) for epoch in range(300)]
+    assert max(float((first[order] != plain[order]).float().mean()) for order in half) < 0.8, "noise fills no batch"
     batch = trainers[1].batch([3, 4])
     assert torch.equal(batch.image_index, first[[3, 4]])
     assert torch.equal(batch.features, trainers[1].image_batch(first[[3, 4]]))
