@@ -157,7 +157,7 @@ class RegulatedSimilarity(nn.Module):
         )
 
     def steps(self, queries: Tensor, contexts: Tensor) -> reference.RegulationSteps:
-        """Return intermediate results of one pair: queries `(n, d)`, contexts `(k, d)`. Dropout is that of the mode.
+        """Return intermediate results of one pair: queries `(n, d)`, contexts `(k, d)`, without dropout.
 
         Returns:
             Attention `(n, k)` and temperatures `(n,)` of each attention, and the weights `(n,)` of each aggregation.

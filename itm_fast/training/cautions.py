@@ -29,6 +29,14 @@ _IDLE = {
 }
 
 
+# The regulators with which the settings have an effect; of `factors`, the values that need one of them.
+_REGULATORS = {
+    "residual_correspondence": ("rcr", "rcar"), "residual_aggregation": ("rar", "rcar"), "schedule": ("rcar",),
+    "factors": ("rcr", "rcar"), "regulator_dropout": ("rar", "rcar"),
+}  # fmt: skip
+_FACTORS = ("query", "fixed")
+
+
 def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
     """Yield one line for each such setting of a run that trains `model` with the loss of `config`."""
     if config.scenario == "addr":
@@ -37,6 +45,7 @@ def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
             value = getattr(config, name)
             if value != fields[name].default:
                 yield f"{name}: {shown(value)} has no effect with addr {config.addr}"
+    yield from _of_regulators(model)
     if config.soft and config.scenario in ANCHORED and not model.scores_within_one:
         yield (
             f"soft: soft margins take scores to lie within [-1, 1], but those of this {model.name} may lie outside, "
@@ -52,6 +61,20 @@ def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
             f"loss: bce takes probabilities, but the scores of this {model.name} may lie outside (0, 1), where they "
             "have no gradient; use siglip, which learns their scale"
         )
+
+
+def _of_regulators(model: MatchingModel) -> Iterator[str]:
+    own = getattr(model, "config", None)
+    if not hasattr(own, "regulator"):
+        return
+    fields = settings.fields_of(type(own))
+    for name, regulators in _REGULATORS.items():
+        value = getattr(own, name, None)
+        if name not in fields or value == fields[name].default or own.regulator in regulators:
+            continue
+        if name != "factors" or value in _FACTORS:
+            regulator = "without a regulator" if own.regulator is None else f"with regulator {own.regulator}"
+            yield f"{name}: {shown(value)} has no effect {regulator}"
 
 
 def few_images(sizes: Mapping[str, int]) -> str | None:

@@ -71,6 +71,34 @@ def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, add
 
 
 @pytest.mark.parametrize(
+    ("name", "regulator", "idle"),
+    [
+        ("scan", "rcr", {"residual_aggregation": True, "schedule": "sequential", "regulator_dropout": 0.2}),
+        ("scan", "rar", {"residual_correspondence": False, "schedule": "sequential", "factors": "query"}),
+        ("scan", "rar", {"factors": "fixed"}),
+        ("sgraf", None, {"residual_correspondence": False}),
+        ("camp", "rcr", {"residual_aggregation": True}),
+    ],
+)
+def test_settings_of_a_regulator_without_their_part(name: str, regulator: str | None, idle: dict) -> None:
+    options = {"regulator": regulator, "alignment_dim": 6, **({"n_regions": 5} if name == "sgraf" else {})}
+    with_idle, without = make(name, **options, **idle), make(name, **options)
+    end = "without a regulator" if regulator is None else f"with regulator {regulator}"
+    assert lines(with_idle) == [f"{setting}: {value!r} has no effect {end}" for setting, value in idle.items()]
+    assert lines(without) == []
+    batch = torch.randn(2, 5, 10), torch.randint(1, 23, (2, 4)), torch.tensor([4, 3])
+    with_idle.load_state_dict(without.state_dict(), strict=False)
+    assert torch.equal(with_idle(*batch), without(*batch))
+
+
+def test_settings_of_a_whole_regulator_have_an_effect() -> None:
+    changes = {"residual_aggregation": True, "residual_correspondence": False, "schedule": "sequential"}
+    rcar = {"regulator": "rcar", "factors": "query", "regulator_dropout": 0.1}
+    assert lines(make("scan", **rcar, alignment_dim=6, **changes)) == []
+    assert lines(make("scan", regulator="rar", alignment_dim=6, factors="learnable")) == []
+
+
+@pytest.mark.parametrize(
     ("name", "options", "within"),
     [
         ("scan", {}, True),
