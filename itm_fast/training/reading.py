@@ -1,6 +1,6 @@
 """Read the batches of a run in order, from any step on.
 
-Inside: `read_batches`.
+Inside: `read_batches`, `picture_augmentation`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from itm_fast.training.own import OwnData, SeededData
 from itm_fast.training.phases import Phases
 from itm_fast.training.shares import Shares, shared
 
-__all__ = ["read_batches"]
+__all__ = ["picture_augmentation", "read_batches"]
+
+
+def picture_augmentation(config: TrainConfig, epoch: int) -> PictureAugmentation | None:
+    """Return how the stored pictures of an epoch are changed; None if they are not."""
+    if config.picture_augmentation == "none":
+        return None
+    return PictureAugmentation(config.seed, epoch, config.crop_area, config.picture_augmentation == "crop_flip")
 
 
 def read_batches(
@@ -58,10 +65,7 @@ def read_batches(
             bucket_batches=config.bucket_batches,
         )
         own = sampler if world.size == 1 else Shares(sampler, world)
-        augmentation = None
-        if config.picture_augmentation != "none":
-            flip = config.picture_augmentation == "crop_flip"
-            augmentation = PictureAugmentation(config.seed, part.order, config.crop_area, flip)
+        augmentation = picture_augmentation(config, part.order)
         read = SeededData(data, config.seed, part.order) if isinstance(data, OwnData) else data
         loader = BatchLoader(read, own, workers=config.workers, pin_memory=pin_memory, augmentation=augmentation)
         # A loader draws a seed for its workers from torch's generator, which dropout draws from, too.

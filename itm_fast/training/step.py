@@ -29,6 +29,7 @@ from itm_fast.training.gradient_monitor import GradientMonitor
 from itm_fast.training.loss_rules import RIVALS, check_auxiliary, check_copies, escapes, mining_of, warms_up_itself
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
+from itm_fast.training.reading import picture_augmentation
 from itm_fast.training.replicas import Replicas, check_shared
 from itm_fast.training.scenarios import BatchFunctions, StepResult, make_scenario
 from itm_fast.training.shares import images_of
@@ -135,7 +136,7 @@ class Stepper:
                 diagnostics |= embedding_diagnostics(result.scores, positives, embeddings[0], embeddings[1], gather)
         found: list[str | None] = []
         if result.scores is not None:
-            found.append(self._watch(result, mining, number, diagnostics.get("score_spread")))
+            found.append(self._watch(result, mining, diagnostics.get("score_spread")))
         numbers = result.numbers
         if "grad_norm" in numbers:
             found.append(self.gradients.update(numbers["grad_norm"], numbers["loss"]))
@@ -143,13 +144,12 @@ class Stepper:
         beside = {} if self._auxiliary is None else {"auxiliary_loss": self._auxiliary}
         return {**numbers, **beside, **self._of_loss(), **diagnostics}
 
-    def _watch(self, result: StepResult, mining: str, number: int, spread: float | None) -> str | None:
+    def _watch(self, result: StepResult, mining: str, spread: float | None) -> str | None:
         """Return the warning of collapsed scores after a step of the target; `spread` is that of logged steps."""
         scores, loss = result.scores, None
         assert scores is not None
-        if (
-            number == 1 and spread is None and scores.numel() > 1
-        ):  # Later spreads are compared with that of the untrained model.
+        # Later spreads are compared with that of the untrained model.
+        if self.plateau.widest == 0.0 and spread is None and scores.numel() > 1:
             spread = float(scores.float().std())
         if self._own_loss:
             return self.plateau.update(spread, "Lower --lr")
@@ -229,7 +229,9 @@ class Stepper:
             ahead += [one for one, _ in node.next_functions]
 
     def _read(self, captions: Tensor) -> Batch:
-        return self.augmentation(self.data.batch(captions.cpu().numpy()), self.device)
+        rows, of_pictures = captions.cpu().numpy(), picture_augmentation(self.config, self._epoch)
+        batch = self.data.batch(rows) if of_pictures is None else self.data.batch(rows, of_pictures)
+        return self.augmentation(batch, self.device)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Set the precision of the forward pass."""

@@ -315,6 +315,14 @@ def test_each_epoch_augments_with_its_own_numbers(
     assert made == [(7, epoch, 0.2, augmentation == "crop_flip") for epoch in (0, 1)]
 
 
+def test_pairs_of_other_batches_are_augmented_too(folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(settings(folder, tmp_path / "run", picture_augmentation="crop_flip", crop_area=0.2, seed=7))
+    rows = torch.arange(6)
+    changed = trainer.train_data.batch(rows.numpy(), PictureAugmentation(7, 0, 0.2, True)).features
+    assert torch.equal(trainer.stepper._read(rows).features, changed)
+    assert not torch.equal(trainer.train_data.batch(rows.numpy()).features, changed)
+
+
 def test_crops_and_flips(folder: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Colours are the coordinates, so that a changed picture shows its crop."""
     columns = np.arange(64, dtype=np.uint8)

@@ -99,6 +99,17 @@ def test_equal_scores_warn_with_any_loss(data: Path, tmp_path: Path, options: di
         trainer.stepper(trainer.train_data.batch(torch.arange(0, 100, 5)), trainer.config.mining, 1, diagnose=True)
 
 
+def test_scores_are_compared_with_those_of_the_first_step_that_has_any(data: Path, tmp_path: Path) -> None:
+    """The first step of ADDR trains discriminators."""
+    trainer = make_trainer(config(data, tmp_path, scenario="addr", alternation="step"))
+    batch, spreads = trainer.train_data.batch(torch.arange(0, 100, 5)), []
+    for number in (1, 2):
+        trainer.stepper(batch, "hardest", number)
+        spreads.append(trainer.stepper.plateau.widest)
+    assert spreads[0] == 0.0
+    assert spreads[1] > 0.01
+
+
 def make_scores_equal(trainer: Trainer) -> None:
     for model in trainer.stepper.scenario.models:
         with torch.no_grad():
