@@ -40,15 +40,15 @@ def facts(index: Index, limits: Limits) -> dict[str, Any]:
         "accepts_pictures": bool(manifest.pictures)
         and (not is_encoder_kind(manifest.pictures) or is_loadable(manifest.pictures)),
         "explains": any(hasattr(model, "pair_steps") for model in index.members.models),
-        "candidates": manifest.candidates,
+        "candidates": min(manifest.candidates, limits.candidates),
         "limits": {"k": limits.k, "candidates": limits.candidates, "body": limits.body, "pixels": limits.pixels},
         "samples": [_item(index, images.item(position)) for position in spread],
         "version": __version__,
     }
 
 
-def found(index: Index, results: Results) -> dict[str, Any]:
-    """Return the results of a query."""
+def found(index: Index, results: Results, limits: Limits) -> dict[str, Any]:
+    """Return the results of a query; a query without `k` may have found more than the limit."""
     return {
         "query": _text(results.query),
         "unknown": [_text(word) for word in results.unknown],
@@ -56,7 +56,7 @@ def found(index: Index, results: Results) -> dict[str, Any]:
         "generation": index.manifest.generation,
         "revision": index.snapshot.revision,
         "hits": [
-            {"rank": hit.rank, "score": round(hit.score, _DIGITS), **_item(index, hit.item)} for hit in results.hits
+            {"rank": hit.rank, "score": round(hit.score, _DIGITS), **_item(index, hit.item)} for hit in results.hits[: limits.k]
         ],
     }
 

@@ -35,14 +35,14 @@ class Problem(BaseModel):
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    k: Annotated[int | None, Field(description="Results; default: 10, or all of a smaller index.")] = None
+    k: Annotated[int | None, Field(description="Results; default: 10, or fewer if the index or the limit has fewer.")] = None
     of: Annotated[
         Literal["images", "captions"] | None,
         Field(description="What to find. Default: images for texts; captions for pictures, if the index has any."),
     ] = None
-    candidates: Annotated[int | None, Field(description="Items that the model scores; default: that of the index.")] = (
-        None
-    )
+    candidates: Annotated[
+        int | None, Field(description="Items that the model scores; default: that of the index, within the limit.")
+    ] = None
     exact: Annotated[bool, Field(description="Score all items.")] = False
 
     def asked(self, kind: str, value: str) -> Asked:
@@ -173,6 +173,7 @@ def endpoints(service: Service) -> APIRouter:
         """Return sizes, models and limits, and some images to begin with."""
         return service.facts()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", summary="Whether the service answers", response_model=_Health)
     async def health() -> dict[str, Any]:
         """Return the state of the service."""

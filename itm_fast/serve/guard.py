@@ -55,7 +55,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, limits: Limits, hosts: Collection[str], metrics: Metrics) -> None:
         self._app, self._limits, self._metrics = app, limits, metrics
-        self._hosts = {"localhost", *(host.lower() for host in hosts)}
+        self._named = {host.lower() for host in hosts}
+        self._hosts = {"localhost", *self._named}
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +101,9 @@ class Guard:
         if not self._is_own(_name_of(host)):
             raise Refused(421, f"host: the service is not known as {shown(host)}; --allow-host NAME allows a name")
         origin = headers.get("origin")
-        foreign = origin is not None and origin.lower().partition("://")[2] != host.lower()
+        source = None if origin is None else origin.lower().partition("://")[2]
+        # Behind a proxy the host may be the address of this service, or lack the port of the page.
+        foreign = source is not None and source != host.lower() and _name_of(source) not in self._named
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             foreign = True
         if foreign:

@@ -71,6 +71,7 @@ class Queue:
         self._arrived = asyncio.Event()
         # PyTorch uses several threads for one computation; a second one at the same time would slow down both.
         self._thread = ThreadPoolExecutor(1, "itm_fast.serve")
+        self._worker: asyncio.Task[None] | None = None
 
     async def search(self, index: Index, query: Query) -> Results:
         """Return the results of a query; raise as `Index.search`."""
@@ -86,31 +87,39 @@ class Queue:
         job = _Job(work, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._arrived.set()
+        # An application that mounts this one may not run its lifespan, so the first job starts the worker.
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
         return await job.future
 
-    async def work(self) -> None:
-        """Compute until cancelled."""
-        loop = asyncio.get_running_loop()
+    async def _work(self) -> None:
         while True:
             await self._arrived.wait()
-            jobs = self._next()
-            if not jobs:
-                self._arrived.clear()
-                continue
-            outcomes = await loop.run_in_executor(self._thread, _computed, [job.work for job in jobs])
-            if isinstance(jobs[0].work, tuple):
-                self._metrics.batches.observe(len(jobs))
-            for job, outcome in zip(jobs, outcomes, strict=True):
-                # A client may have left, or its time may be over.
-                if job.future.done():
-                    continue
-                if isinstance(outcome, Exception):
-                    job.future.set_exception(outcome)
-                else:
-                    job.future.set_result(outcome)
+            await self._compute_next()
 
-    def close(self) -> None:
+    async def _compute_next(self) -> None:
+        jobs = self._next()
+        if not jobs:
+            self._arrived.clear()
+            return
+        loop = asyncio.get_running_loop()
+        outcomes = await loop.run_in_executor(self._thread, _computed, [job.work for job in jobs])
+        if isinstance(jobs[0].work, tuple):
+            self._metrics.batches.observe(len(jobs))
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            # A client may have left, or its time may be over.
+            if job.future.done():
+                continue
+            if isinstance(outcome, Exception):
+                job.future.set_exception(outcome)
+            else:
+                job.future.set_result(outcome)
+
+    async def close(self) -> None:
         """End the thread after its present work."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _next(self) -> list[_Job]:

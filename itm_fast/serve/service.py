@@ -11,6 +11,8 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import attrs
+
 from itm_fast.search import Index
 from itm_fast.serve import answers
 from itm_fast.serve.errors import Refused
@@ -46,15 +48,14 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Compute and look for a changed index while the context is open."""
-        tasks = [asyncio.create_task(self._queue.work()), asyncio.create_task(self._follow())]
+        """Look for a changed index while the context is open, and end the work with it."""
+        follower = asyncio.create_task(self._follow())
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._queue.close()
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+            await self._queue.close()
 
     async def _follow(self) -> None:
         while True:
@@ -68,17 +69,16 @@ class Service:
     async def search(self, query: Query) -> dict[str, Any]:
         """Return the results of a text or an image of the index, as JSON. Raise as `Index.search`, and `Refused`."""
         index = self.served.index
-        self._check(index, query)
-        results = await self._queue.search(index, query)
-        return answers.found(index, results)
+        results = await self._queue.search(index, self._limited(index, query))
+        return answers.found(index, results, self.limits)
 
     async def search_picture(self, content: bytes, query: Query) -> dict[str, Any]:
         """Return the results of an uploaded picture, as JSON; as `search`."""
         index = self.served.index
-        self._check(index, query)
+        limited = self._limited(index, query)
         check_picture(content, self.limits.pixels)
-        (results,) = await self._queue.run(lambda: index.search(pictures=[content], **query.options))
-        return answers.found(index, results)
+        (results,) = await self._queue.run(lambda: index.search(pictures=[content], **limited.options))
+        return answers.found(index, results, self.limits)
 
     async def explain(self, text: str, image: str, member: int | None) -> dict[str, Any]:
         """Return the attention between a text and an image, as JSON. Raise as `Index.explain`, and `Refused`."""
@@ -115,11 +115,15 @@ class Service:
             raise Refused(404, "id: the index holds no picture of this image")
         return content
 
-    def _check(self, index: Index, query: Query) -> None:
+    def _limited(self, index: Index, query: Query) -> Query:
+        """Return the query with candidates within the limits; `Refused` if it asks for more."""
         if query.k is not None and query.k > self.limits.k:
             raise Refused(400, f"k: expected at most {self.limits.k:,}, got {query.k:,}")
-        most = max(self.limits.candidates, index.manifest.candidates)
+        most = self.limits.candidates
         if query.candidates is not None and query.candidates > most:
             raise Refused(400, f"candidates: expected at most {most:,}, got {query.candidates:,}")
         if query.exact and len(index) > most:
             raise Refused(400, f"exact: allowed for an index of at most {most:,} items; this one has {len(index):,}")
+        if query.candidates is None and index.manifest.candidates > most:
+            return attrs.evolve(query, candidates=most)
+        return query

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from itm_fast.files import atomic
 from itm_fast.search import Index
@@ -105,6 +107,28 @@ def test_queries_that_wait_are_computed_together(served_index: Path, held: Held)
         # Captions that are encoded together may differ by rounding from one alone.
         scores = [hit["score"] for hit in found[text]["hits"]]
         assert scores == pytest.approx([hit.score for hit in alone.hits], abs=2e-5)
+
+
+def test_a_mounted_application_answers_without_its_lifespan(served_index: Path) -> None:
+    outer = Starlette(routes=[Mount("/find", create_app(served_index))])
+    with TestClient(outer, base_url="http://localhost") as client:
+        assert [client.get("/find/search?q=face&k=2").status_code for _ in range(2)] == [200, 200]
+
+
+def test_an_index_is_released_after_its_last_query(served_index: Path) -> None:
+    async def after_a_query() -> bool:
+        queue, index = Queue(4, Metrics()), Index.open(served_index)
+        await queue.search(index, Query("texts", "face", k=1))
+        kept = weakref.ref(index)
+        del index
+        # The worker goes on to wait for the next query.
+        await asyncio.sleep(0.1)
+        gc.collect()
+        gone = kept() is None
+        await queue.close()
+        return gone
+
+    assert asyncio.run(after_a_query())
 
 
 def test_more_requests_than_allowed_are_refused(served_index: Path, held: Held) -> None:

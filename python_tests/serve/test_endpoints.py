@@ -120,6 +120,7 @@ def test_pictures_are_sent_once(client: TestClient, served_index: Path) -> None:
 def test_the_state_of_the_service(client: TestClient) -> None:
     health = {"status": "ok", "generation": 1, "images": 12, "captions": 60}
     assert client.get("/health").json() == health
+    assert (client.head("/health").status_code, client.head("/health").content) == (200, b"")
     facts = client.get("/info").json()
     assert (facts["models"], facts["accepts_pictures"], facts["explains"]) == (["scan"], True, True)
     assert facts["limits"] == {"k": 50, "candidates": 100, "body": 200_000, "pixels": 1_000_000}
@@ -184,7 +185,7 @@ BAD = [
         "k: Input should be a valid integer, unable to parse string as an integer, got '1e3'",
     ),
     ("/search?q=face&candidates=0", 400, "candidates: expected at least 1, got 0"),
-    ("/search?q=face&candidates=501", 400, "candidates: expected at most 500, got 501"),
+    ("/search?q=face&candidates=101", 400, "candidates: expected at most 100, got 101"),
     ("/search?q=face&of=words", 422, "of: Input should be 'images' or 'captions', got 'words'"),
     ("/search?q=face&n=3", 422, "n: Extra inputs are not permitted, got '3'"),
     ("/search?like=set/99.png", 404, "id: the index holds no item 'set/99.png'"),
@@ -283,6 +284,9 @@ def test_only_own_pages_may_call(client: TestClient) -> None:
         ({"origin": "http://127.0.0.1:99"}, 403),
         ({"origin": "http://other.site"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "https://my.site:8443"}, 200),
+        ({"origin": "https://my.site.other"}, 403),
+        ({"origin": "http://localhost"}, 403),
         ({"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}, 200),
         ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
         ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
@@ -291,6 +295,18 @@ def test_only_own_pages_may_call(client: TestClient) -> None:
         assert answer.status_code == status, headers
         assert status == 200 or answer.json() == foreign
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_limits_bind_queries_that_name_none(served_index: Path) -> None:
+    with TestClient(create_app(served_index, limits=Limits(k=4, candidates=11)), base_url="http://localhost") as client:
+        found = client.get("/search?q=face").json()
+        assert (found["scored"], len(found["hits"])) == (11, 4)
+        (expected,) = Index.open(served_index).search("face", 4, candidates=11)
+        assert [hit["id"] for hit in found["hits"]] == [hit.item.id for hit in expected.hits]
+        assert client.get("/info").json()["candidates"] == 11
+        check_refused(client.get("/search?q=face&candidates=12"), 400, "candidates: expected at most 11, got 12")
+        message = "exact: allowed for an index of at most 11 items; this one has 72"
+        check_refused(client.get("/search?q=face&exact=true"), 400, message)
 
 
 def test_limits_are_above_zero() -> None:
