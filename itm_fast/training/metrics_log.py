@@ -69,17 +69,23 @@ class MetricsLog:
 
 
 def read_metrics(path: str | os.PathLike[str], required: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Read the lines of a log as dictionaries of numbers and texts.
+    """Read the lines of a log as dictionaries of numbers and texts, except an incomplete last line.
+
+    A full disk or a loss of power can leave such a line.
 
     Raises:
         ValueError: a line is damaged or lacks one of `required`; the message names file and line.
     """
-    lines = []
-    for number, line in enumerate(regular.read_bytes(path).splitlines(), start=1):
+    lines: list[dict[str, Any]] = []
+    content = regular.read_bytes(path)
+    texts = content.splitlines()
+    for number, line in enumerate(texts, start=1):
         where = f"{path}: line {number}"
         try:
             values = parse_json(line)
         except ValueError as error:
+            if number == len(texts) and not content.endswith(b"\n"):
+                break
             raise ValueError(f"{where}: expected JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{where}: expected names and values, got {shown(values)}")

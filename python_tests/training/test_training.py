@@ -32,6 +32,7 @@ def test_log_truncates_to_a_size(tmp_path: Path) -> None:
     assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}]
     # Half a line of a broken copy remains; the next line must not be appended to it.
     log.path.write_bytes(log.path.read_bytes() + b'{"step": 2, "lo')
+    assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}]
     log.truncate(10**15)
     log.write(step=3, loss=0.125)
     assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}, {"step": 3, "loss": 0.125}]
