@@ -105,7 +105,8 @@ def convert(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder for the model, found a file")
     if not regular.is_file(vocabulary):
-        raise ValueError(f"{vocabulary}: no such vocabulary file")
+        found = "expected a vocabulary file, found a folder" if vocabulary.is_dir() else "no such vocabulary file"
+        raise ValueError(f"{vocabulary}: {found}")
     known = Vocabulary.from_file(vocabulary)
     official = SOURCES[source].open(checkpoint, ignored_options=ignored_options)
     words = known.with_mask() if SOURCES[source].has_mask(official) else known

@@ -28,8 +28,9 @@ def as_tensor(name: str, values: ArrayLike) -> Tensor:
     if isinstance(values, Tensor):
         return values
     try:
-        # A copy: torch warns of arrays that cannot be written, such as memory maps.
-        return torch.tensor(np.asarray(values))
+        array = np.asarray(values)
+        # A copy: torch warns of arrays that cannot be written, such as memory maps. It takes native byte order only.
+        return torch.tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}: expected a tensor, an array or a list of numbers, got {shown(values)}") from None
 

@@ -214,7 +214,7 @@ def evaluate_scores(
         TypeError: `scores` are not floating point numbers, or `caption_image` does not hold integers.
         ValueError: as in `evaluate`, or `caption_image` has another length than `scores` has columns.
     """
-    scores, caption_image = as_tensor("scores", scores), as_integers("caption_image", caption_image)
+    scores, caption_image = as_tensor("scores", scores).detach(), as_integers("caption_image", caption_image)
     validation.check_tensor("scores", scores, ("n_images", "n_captions"))
     validation.check_shape("caption_image", caption_image, scores.shape[1:], "as many as scores has columns")
     summaries = []

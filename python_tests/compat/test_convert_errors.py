@@ -240,6 +240,7 @@ def test_missing_files_and_unknown_sources(tmp_path: Path, vocab: Path) -> None:
     path = write_checkpoint(tmp_path / "c.pth.tar", random_model(options()), options())
     assert refused(tmp_path, tmp_path / "no", vocab) == f"{tmp_path / 'no'}: no such checkpoint file"
     assert refused(tmp_path, path, tmp_path / "no") == f"{tmp_path / 'no'}: no such vocabulary file"
+    assert refused(tmp_path, path, tmp_path) == f"{tmp_path}: expected a vocabulary file, found a folder"
     with pytest.raises(ValueError, match=r"^unknown source 'scam': did you mean 'scan'\?$"):
         compat.convert("scam", path, vocab, tmp_path / "run")
 

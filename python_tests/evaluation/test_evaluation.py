@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,11 @@ def test_scores_and_owners_may_be_arrays_or_lists() -> None:
     table, owners = random_table(6, 20), torch.tensor([5, 0, 3, 3, 1] * 4)
     expected = evaluate_scores(table, owners)
     assert evaluate_scores(table.numpy(), owners.numpy().astype(np.uint16)) == expected
+    assert evaluate_scores(table.numpy().astype(">f4"), owners.numpy().astype(">i2")) == expected
     assert evaluate_scores(table.tolist(), owners.tolist()) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert evaluate_scores(table.clone().requires_grad_(), owners) == expected
     with pytest.raises(TypeError, match=r"^caption_image: expected integers, got torch.float64$"):
         evaluate_scores(table, owners.numpy() / 5)
     with pytest.raises(TypeError, match=r"^scores: expected a tensor, an array or a list of numbers, got "):
