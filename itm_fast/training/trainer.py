@@ -375,7 +375,8 @@ class Trainer:
     def _print_mining(self, engine: Engine) -> None:
         """Print a line if the warm-up with all negatives ended before this epoch."""
         warmup, starts = self.config.warmup_epochs or 0, engine.state.iteration % self.steps_per_epoch == 0
-        if self._talks and starts and engine.state.epoch == warmup + 1 > 1 and self.mining != "all":
+        talks = self._talks and not self._own_loss
+        if talks and starts and engine.state.epoch == warmup + 1 > 1 and self.mining != "all":
             self._bar.write(f"epoch {engine.state.epoch}/{self.config.epochs}: negatives now {self.mining}, before all")
 
     def _print_step(self, output: dict[str, float]) -> None:

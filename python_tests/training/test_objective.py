@@ -173,6 +173,9 @@ def test_a_line_tells_when_the_negatives_change(
     assert first.count("epoch 3/3: negatives now hardest, before all\n") == 1
     train(settings, resume=True)
     assert "negatives now" not in "".join(capfd.readouterr())
+    own = attrs.evolve(settings, out=str(tmp_path / "own"), epochs=2, warmup_epochs=1)
+    train(own, loss=lambda scores: (scores.diagonal() - scores.mean()).square().sum())
+    assert "negatives now" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("options", LOSSES, ids=str)
