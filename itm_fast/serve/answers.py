@@ -56,7 +56,8 @@ def found(index: Index, results: Results, limits: Limits) -> dict[str, Any]:
         "generation": index.manifest.generation,
         "revision": index.snapshot.revision,
         "hits": [
-            {"rank": hit.rank, "score": round(hit.score, _DIGITS), **_item(index, hit.item)} for hit in results.hits[: limits.k]
+            {"rank": hit.rank, "score": round(hit.score, _DIGITS), **_item(index, hit.item)}
+            for hit in results.hits[: limits.k]
         ],
     }
 

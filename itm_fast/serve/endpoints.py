@@ -35,7 +35,9 @@ class Problem(BaseModel):
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    k: Annotated[int | None, Field(description="Results; default: 10, or fewer if the index or the limit has fewer.")] = None
+    k: Annotated[
+        int | None, Field(description="Results; default: 10, or fewer if the index or the limit has fewer.")
+    ] = None
     of: Annotated[
         Literal["images", "captions"] | None,
         Field(description="What to find. Default: images for texts; captions for pictures, if the index has any."),

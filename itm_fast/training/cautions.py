@@ -8,6 +8,7 @@ Inside: `cautions`, `few_images`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from itm_fast import config as settings
 from itm_fast.files.messages import shown
@@ -64,7 +65,7 @@ def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
 
 
 def _of_regulators(model: MatchingModel) -> Iterator[str]:
-    own = getattr(model, "config", None)
+    own: Any = getattr(model, "config", None)
     if not hasattr(own, "regulator"):
         return
     fields = settings.fields_of(type(own))

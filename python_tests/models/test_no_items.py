@@ -19,9 +19,10 @@ SIZES = {"vocab_size": 20, "feature_dim": 12, "embed_dim": 16, "word_dim": 8}
 BERT = {"text_encoder": "bert", "bert_dim": 16, "bert_layers": 1, "bert_heads": 2, "bert_hidden_dim": 16}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("scan", {}), ("scan", {"regulator": "rcar"}), ("scan", {"image_encoder": "residual"}),
-    ("scan", {"image_encoder": "patches"}), ("scan", BERT), ("bfan", {}), ("camp", {}), ("chan", {}), ("chan", {"region_attention": True}),
-    ("dbl", {}), ("esa", {}), ("laps", {"n_regions": 4}), ("naaf", {}), ("pfan", {"feature_dim": 8}), ("rvsepp", {}), ("saem", {}),
-    ("sgraf", {"n_regions": 4}), ("vse_infty", {}), ("vsepp", {}), ("vsrn", {}),
+    ("scan", {"image_encoder": "patches"}), ("scan", BERT), ("bfan", {}), ("camp", {}), ("chan", {}),
+    ("chan", {"region_attention": True}), ("dbl", {}), ("esa", {}), ("laps", {"n_regions": 4}), ("naaf", {}),
+    ("pfan", {"feature_dim": 8}), ("rvsepp", {}), ("saem", {}), ("sgraf", {"n_regions": 4}), ("vse_infty", {}),
+    ("vsepp", {}), ("vsrn", {}),
 ]  # fmt: skip
 
 

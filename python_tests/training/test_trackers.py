@@ -97,9 +97,7 @@ def test_a_resumed_run_continues_that_of_the_server(tmp_path: Path, monkeypatch:
     assert [call["id"] for call in wandb.calls[2:]] == [None, None]
 
 
-def test_a_tracker_learns_how_the_training_ended(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_learns_how_the_training_ended(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_trainer: Trainer, _batch: object) -> dict[str, float]:
         raise RuntimeError("power cut")
 
