@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor  # use_deterministic_algorithms imports it, which fails with the types of a stand-in.
 from native_build import find_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

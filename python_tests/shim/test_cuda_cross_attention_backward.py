@@ -424,6 +424,15 @@ def test_rows_behind_the_last_set_have_no_gradient(
         assert (rows[:5] == own).all()
 
 
+def test_rows_without_a_set_have_gradients_of_zero(kernels: BackwardKernels) -> None:
+    queries, contexts = sets([3, 5], [4, 2])
+    without = [Fragments(side.values, torch.tensor([0]), check=False) for side in (queries, contexts)]
+    found = run(kernels, without[0], contexts, torch.ones(0, 2), for_contexts=False)
+    assert not found.queries.any()
+    found = run(kernels, queries, without[1], torch.ones(2, 0), for_queries=False)
+    assert not found.contexts.any()
+
+
 def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels) -> None:
     """Arrays have their exact size, so that a sanitizer sees an access outside; here the numbers stay finite."""
     queries, contexts = sets([3, 5, 2], [4, 8, 1])

@@ -199,6 +199,15 @@ def test_pairs_out_of_range_are_clamped(kernels: MaxsimKernels) -> None:
     assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_pairs_with_a_side_without_sets_have_gradients_of_zero(kernels: MaxsimKernels) -> None:
+    queries, contexts = sets()
+    operands = operands_of(queries, Fragments(contexts.values[:0], torch.tensor([0])))
+    pairs = np.array([[0, -1], [1, 0], [-1, -1]])
+    of_queries, of_contexts = kernels.gradients(np.ones(3, np.float32), *operands, pairs=pairs, direction="both")
+    assert not of_queries.any()
+    assert of_contexts.shape == (0, contexts.values.shape[1])
+
+
 def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: MaxsimKernels) -> None:
     """Arrays have their exact size, so that a sanitizer sees an access outside; here the numbers stay finite."""
     queries, contexts = random_fragments([3, 5, 2], 12, torch.float32), random_fragments([4, 8, 1], 12, torch.float32)

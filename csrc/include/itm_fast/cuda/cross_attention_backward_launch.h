@@ -66,7 +66,8 @@ struct BackwardSizes {
   int64_t propagating_blocks() const {
     if (!needs_gradients()) return 0;
     const int64_t sets = (for_contexts ? context_sets : 0) + (for_queries ? query_sets : 0);
-    return std::min(std::max(pairs(), sets * slices_of(dim)), kPropagatingBlocks);
+    // One at least clears the gradients of rows that belong to no set.
+    return std::clamp(std::max(pairs(), sets * slices_of(dim)), int64_t{1}, kPropagatingBlocks);
   }
 };
 

@@ -65,7 +65,11 @@ struct MaxsimPair {
 
 template <typename S>
 ITM_FAST_DEVICE MaxsimPair maxsim_pair(const MaxsimProblem<S>& p, int64_t number) {
-  const auto clamped = [](int64_t set, int64_t n_sets) { return set < 0 ? 0 : set < n_sets ? set : n_sets - 1; };
+  // -1 if there are no sets.
+  const auto clamped = [](int64_t set, int64_t n_sets) {
+    const int64_t least = set < 0 ? 0 : set;
+    return least < n_sets ? least : n_sets - 1;
+  };
   return {clamped(p.pairs[2 * number], p.queries.n_sets), clamped(p.pairs[2 * number + 1], p.contexts.n_sets)};
 }
 
