@@ -121,7 +121,7 @@ def markdown(results: dict[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nOne query with {results['candidates']} candidates and {K} results, "
         f"{where['threads']} threads; "
-        f"{cases[0]['queries']} captions are queries, of which {exact} are searched exactly, for recall.  "
+        f"{cases[0]['queries']} captions are queries, of which {exact} are searched exactly, for recall. "
         '"in batches" is the wall-clock rate of all queries in one call. The following two are processor time of one '
         "query: of an exact search, and of the same scores in PyTorch without the native kernels. "
         '"for 0.95" is the number of candidates that is enough for this recall. "open" is wall time after the files '
