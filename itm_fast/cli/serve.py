@@ -40,7 +40,7 @@ def serve(
     ] = None,
     max_k: Annotated[int, typer.Option(metavar="N", min=1, help="Most results per query.")] = 200,
     max_candidates: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Most items that the model scores per query.")
+        int, typer.Option(metavar="N", min=1, help="Most items that the model scores per query, or as many as results.")
     ] = 5000,
     max_requests: Annotated[
         int, typer.Option(metavar="N", min=1, help="Requests at a time; more are refused with status 429.")

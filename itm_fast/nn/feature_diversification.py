@@ -145,8 +145,10 @@ class FeatureConversions(nn.Module):
             inner, outer = self.network
             changed = outer(torch.relu(inner(rows, only)), only)
             rows = rows + changed if self.residual else changed
+        if torch.is_grad_enabled():
+            rows = detach_blank_rows(rows, base.values if self.pool is None else mean_pool(base))
         if self.pool is None:
-            return l2norm(detach_blank_rows(rows, base.values))
+            return l2norm(rows)
         # One vector of an item is worth float32, which its pooling had; fragments keep their type.
         return l2norm(rows.to(torch.promote_types(rows.dtype, torch.float32)))
 

@@ -36,7 +36,7 @@ class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     k: Annotated[
-        int | None, Field(description="Results; default: 10, or fewer if the index or the limit has fewer.")
+        int | None, Field(description="Results; default: 10, at most the size of the index and the limit.")
     ] = None
     of: Annotated[
         Literal["images", "captions"] | None,

@@ -55,8 +55,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, limits: Limits, hosts: Collection[str], metrics: Metrics) -> None:
         self._app, self._limits, self._metrics = app, limits, metrics
-        self._named = {host.lower() for host in hosts}
-        self._hosts = {"localhost", *self._named}
+        self._hosts = {"localhost", *(host.lower() for host in hosts)}
+        # Other services of a machine share its addresses, and have pages of their own.
+        self._named = {host for host in self._hosts - {"localhost"} if not _is_address(host)}
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,14 +111,8 @@ class Guard:
             raise Refused(403, "origin: pages of other sites may not use this service")
 
     def _is_own(self, name: str) -> bool:
-        if name in self._hosts:
-            return True
         # A rebinding attack needs a name: an address in the host is the one that the browser has connected to.
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return False
-        return True
+        return name in self._hosts or _is_address(name)
 
     async def _compute(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._running >= self._limits.concurrency:
@@ -184,6 +179,14 @@ def _route_path(scope: Scope) -> str:
     path: str = scope["path"]
     below = path.removeprefix(scope.get("root_path", ""))
     return (below if below.startswith("/") else path).removesuffix("\n")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _name_of(host: str) -> str:

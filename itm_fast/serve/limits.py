@@ -20,7 +20,7 @@ class Limits:
 
     Attributes:
         k: results per query.
-        candidates: items that the model scores per query.
+        candidates: items that the model scores per query; more results than these are scored, too.
         concurrency: requests at a time that compute; more are refused with status 429.
         batch: queries that are computed together.
         seconds: time of a request, its upload included; a longer one ends with status 503.

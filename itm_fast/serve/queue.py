@@ -103,7 +103,10 @@ class Queue:
             self._arrived.clear()
             return
         loop = asyncio.get_running_loop()
-        outcomes = await loop.run_in_executor(self._thread, _computed, [job.work for job in jobs])
+        try:
+            outcomes = await loop.run_in_executor(self._thread, _computed, [job.work for job in jobs])
+        except Exception as error:  # The thread has ended; those who wait must learn of it.
+            outcomes = [error] * len(jobs)
         if isinstance(jobs[0].work, tuple):
             self._metrics.batches.observe(len(jobs))
         for job, outcome in zip(jobs, outcomes, strict=True):

@@ -48,7 +48,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look for a changed index while the context is open, and end the work with it."""
+        """Look for a changed index while the context is open; stop the queue at its end."""
         follower = asyncio.create_task(self._follow())
         try:
             yield

@@ -13,6 +13,7 @@ from typing import Any
 from itm_fast import config as settings
 from itm_fast.files.messages import shown
 from itm_fast.models import MatchingModel
+from itm_fast.models.regulators import steps_of
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.loss_rules import ADVERSARIAL, ANCHORED
 
@@ -30,12 +31,11 @@ _IDLE = {
 }
 
 
-# The regulators with which the settings have an effect; of `factors`, the values that need one of them.
+# The regulators that settings need.
 _REGULATORS = {
-    "residual_correspondence": ("rcr", "rcar"), "residual_aggregation": ("rar", "rcar"), "schedule": ("rcar",),
-    "factors": ("rcr", "rcar"), "regulator_dropout": ("rar", "rcar"),
+    "residual_correspondence": ("RCR",), "factors": ("RCR",), "residual_aggregation": ("RAR",),
+    "regulator_dropout": ("RAR",), "schedule": ("RCR", "RAR"),
 }  # fmt: skip
-_FACTORS = ("query", "fixed")
 
 
 def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
@@ -65,17 +65,25 @@ def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
 
 
 def _of_regulators(model: MatchingModel) -> Iterator[str]:
-    own: Any = getattr(model, "config", None)
+    own: Any = getattr(model, "encoder_config", None)  # That of the host, if there is one.
     if not hasattr(own, "regulator"):
         return
+    correspondence, aggregation = (0, 0) if own.regulator is None else steps_of(own)
+    factors = getattr(own, "factors", None)
     fields = settings.fields_of(type(own))
-    for name, regulators in _REGULATORS.items():
-        value = getattr(own, name, None)
-        if name not in fields or value == fields[name].default or own.regulator in regulators:
+    for name, needed in _REGULATORS.items():
+        # A learnable pair of factors serves the attention of RAR, too, and a fixed or learnable one replaces RCR.
+        if (
+            name not in fields
+            or getattr(own, name) == fields[name].default
+            or (name, factors) == ("factors", "learnable")
+        ):
             continue
-        if name != "factors" or value in _FACTORS:
-            regulator = "without a regulator" if own.regulator is None else f"with regulator {own.regulator}"
-            yield f"{name}: {shown(value)} has no effect {regulator}"
+        replaced = name != "factors" and factors in ("fixed", "learnable")
+        steps = {"RCR": 0 if replaced else correspondence, "RAR": aggregation}
+        missing = [regulator for regulator in needed if not steps[regulator]]
+        if missing:
+            yield f"{name}: {shown(getattr(own, name))} has no effect without {' and '.join(missing)}"
 
 
 def few_images(sizes: Mapping[str, int]) -> str | None:

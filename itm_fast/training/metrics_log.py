@@ -84,7 +84,7 @@ def read_metrics(path: str | os.PathLike[str], required: Collection[str] = ()) -
         try:
             values = parse_json(line)
         except ValueError as error:
-            if number == len(texts) and not content.endswith(b"\n"):
+            if number == len(texts) and line.startswith(b"{") and not content.endswith(b"\n"):
                 break
             raise ValueError(f"{where}: expected JSON: {error}") from None
         if not isinstance(values, dict):

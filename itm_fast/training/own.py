@@ -369,7 +369,8 @@ def check_settings(
         )
     if own_loss and config.scenario in _WITH_OWN_LOSSES:
         raise ValueError(f"loss: the scenario {config.scenario} has losses of its own and cannot take yours")
-    if own_loss and config.realignment and (config.conversions or 0) > 1:
+    realigned = config.realignment and (config.conversions or 0) > 1 and config.other_batches != "none"
+    if own_loss and realigned:
         raise ValueError(
             "loss: the realignment of several conversions has losses of its own and cannot take yours; with "
             "realignment=False, yours trains the fused feature"

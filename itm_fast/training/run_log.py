@@ -31,7 +31,7 @@ class RunLog:
     def __init__(self, run: str | Path, *, trackers: Sequence[Tracker] = (), writes: bool) -> None:
         self.lines, self._writes = MetricsLog(Path(run) / run_folder.METRICS), writes
         self.trackers = list(trackers) if writes else []
-        self.ending: Ending = "failed"
+        self.ending: Ending
 
     @contextlib.contextmanager
     def open(self, size: int, seconds: float) -> Iterator[None]:

@@ -14,7 +14,7 @@ from itm_fast.files.documents import read_text
 
 __all__ = ["RUN_ID", "Ending", "keep_id", "kept_id"]
 
-# All steps were done; a signal stopped the training; an error did.
+# finished: all steps are done; stopped: by a signal; failed: by an error.
 Ending = Literal["finished", "stopped", "failed"]
 RUN_ID = "run_id"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

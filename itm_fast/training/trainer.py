@@ -207,7 +207,11 @@ class Trainer:
         _ = self._fingerprints  # Of frozen weights before a step changes them, as a momentum encoder does.
         self.progress.start()
         with self._own_data(), self.log.open(self.progress.log_size, self.progress.seconds_before):
-            result = self._run()
+            try:
+                result = self._run()
+            except KeyboardInterrupt:
+                self.log.ending = "stopped"
+                raise
             self.log.ending = "finished" if result.finished else "stopped"
             return result
 

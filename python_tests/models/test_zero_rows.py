@@ -20,14 +20,15 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("naaf", {}), ("esa", {}), ("pfan", {"feature_dim": 8}), ("chan", {"region_attention": True}),
     ("saem", {"attention_dropout": 0.0, "phrase_dropout": 0.0}),
     ("scan", {"image_encoder": "residual"}), ("vsepp", {"image_encoder": "projected_residual"}),
-    ("fdf", {"host": "scan", "conversions": 2}),
+    ("fdf", {"host": "scan", "conversions": 2}), ("fdf", {"host": "vse_infty", "conversions": 2}),
 ]  # fmt: skip
 
 
 def gradient_norm(name: str, settings: dict[str, Any], features: Tensor) -> float:
     """Return the largest norm of the gradient of all weights in the first three steps on three pairs."""
     torch.manual_seed(0)
-    options = {**settings, "host_options": SIZES} if name == "fdf" else {**SIZES, **settings}
+    host = {**SIZES, "image_encoder": "linear"}
+    options = {**settings, "host_options": host} if name == "fdf" else {**SIZES, **settings}
     model = models.create(name, **options)
     optimizer = torch.optim.Adam(model.parameters(), 1e-5)
     token_ids, lengths = torch.randint(4, 30, (3, 6)), torch.tensor([6, 4, 3])

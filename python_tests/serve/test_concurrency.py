@@ -126,6 +126,8 @@ def test_an_index_is_released_after_its_last_query(served_index: Path) -> None:
         gc.collect()
         gone = kept() is None
         await queue.close()
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            await asyncio.wait_for(queue.run(lambda: None), HANGS)
         return gone
 
     assert asyncio.run(after_a_query())

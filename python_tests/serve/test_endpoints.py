@@ -22,7 +22,9 @@ PICTURE = {"content-type": "image/png"}
 @pytest.fixture(scope="module")
 def client(served_index: Path) -> Iterator[TestClient]:
     app = create_app(
-        served_index, limits=Limits(k=50, candidates=100, body=200_000, pixels=1_000_000), hosts=["my.site"]
+        served_index,
+        limits=Limits(k=50, candidates=100, body=200_000, pixels=1_000_000),
+        hosts=["127.0.0.1", "localhost", "my.site"],
     )
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client

@@ -71,20 +71,23 @@ def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, add
 
 
 @pytest.mark.parametrize(
-    ("name", "regulator", "idle"),
+    ("name", "options", "idle", "missing"),
     [
-        ("scan", "rcr", {"residual_aggregation": True, "schedule": "sequential", "regulator_dropout": 0.2}),
-        ("scan", "rar", {"residual_correspondence": False, "schedule": "sequential", "factors": "query"}),
-        ("scan", "rar", {"factors": "fixed"}),
-        ("sgraf", None, {"residual_correspondence": False}),
-        ("camp", "rcr", {"residual_aggregation": True}),
+        ("scan", {"regulator": "rcr"}, {"residual_aggregation": True, "regulator_dropout": 0.2}, "RAR"),
+        ("scan", {"regulator": "rcr"}, {"schedule": "sequential"}, "RAR"),
+        ("scan", {"regulator": "rar"}, {"residual_correspondence": False, "factors": "query"}, "RCR"),
+        ("scan", {"regulator": "rar"}, {"factors": "fixed", "schedule": "sequential"}, "RCR"),
+        ("scan", {"regulator": "rcar", "steps": 1}, {"residual_correspondence": False, "factors": "query"}, "RCR"),
+        ("scan", {"regulator": "rcar", "factors": "learnable"}, {"residual_correspondence": False}, "RCR"),
+        ("sgraf", {"n_regions": 5}, {"residual_correspondence": False}, "RCR"),
+        ("camp", {"regulator": "rcr"}, {"residual_aggregation": True}, "RAR"),
     ],
 )
-def test_settings_of_a_regulator_without_their_part(name: str, regulator: str | None, idle: dict) -> None:
-    options = {"regulator": regulator, "alignment_dim": 6, **({"n_regions": 5} if name == "sgraf" else {})}
+def test_settings_of_a_regulator_that_is_missing(name: str, options: dict, idle: dict, missing: str) -> None:
+    options = {"alignment_dim": 6, **options}
     with_idle, without = make(name, **options, **idle), make(name, **options)
-    end = "without a regulator" if regulator is None else f"with regulator {regulator}"
-    assert lines(with_idle) == [f"{setting}: {value!r} has no effect {end}" for setting, value in idle.items()]
+    expected = [f"{setting}: {value!r} has no effect without {missing}" for setting, value in idle.items()]
+    assert sorted(lines(with_idle)) == sorted(expected)
     assert lines(without) == []
     batch = torch.randn(2, 5, 10), torch.randint(1, 23, (2, 4)), torch.tensor([4, 3])
     with_idle.load_state_dict(without.state_dict(), strict=False)
@@ -96,6 +99,12 @@ def test_settings_of_a_whole_regulator_have_an_effect() -> None:
     rcar = {"regulator": "rcar", "factors": "query", "regulator_dropout": 0.1}
     assert lines(make("scan", **rcar, alignment_dim=6, **changes)) == []
     assert lines(make("scan", regulator="rar", alignment_dim=6, factors="learnable")) == []
+
+
+def test_the_settings_of_a_host_are_looked_at() -> None:
+    host = {**SIZES, "regulator": "rar", "alignment_dim": 6, "residual_correspondence": False}
+    fdf = models.create("fdf", host="scan", host_options=host, conversions=2)
+    assert lines(fdf) == ["residual_correspondence: False has no effect without RCR"]
 
 
 @pytest.mark.parametrize(

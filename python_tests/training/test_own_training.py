@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from itm_fast import evaluation, losses, models
 from itm_fast.data import Batch, CaptionDataset, Vocabulary
 from itm_fast.fragments import Fragments
+from itm_fast.training import TrainConfig
 from itm_fast.training.checkpoint import load_state
 from itm_fast.training.metrics_log import read_metrics
-from itm_fast.training.own import OwnData, SeededData
+from itm_fast.training.own import OwnData, SeededData, check_settings
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import differences, same, stop_at, weights, what_a_run_leaves
 from python_tests.helpers.worlds import run_jobs
@@ -619,6 +620,12 @@ def test_one_line_says_what_does_not_fit(
     with pytest.raises(error, match=message) as raised:
         run(settings(tmp_path, **changes), **parts)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("changes", [{"other_batches": "none"}, {"realignment": False}, {"conversions": 1}])
+def test_conversions_with_one_loss_take_an_own_one(changes: dict[str, Any]) -> None:
+    settings = TrainConfig(out="o", **{"conversions": 2, **changes})
+    check_settings(settings, REALIGNED, OwnData(Stripes(8, 1), "train"), own_loss=True)
 
 
 class Masked(Matcher):

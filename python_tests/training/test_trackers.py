@@ -101,6 +101,9 @@ def test_a_tracker_learns_how_the_training_ended(data: Path, tmp_path: Path, mon
     def broken(_trainer: Trainer, _batch: object) -> dict[str, float]:
         raise RuntimeError("power cut")
 
+    def interrupted(_trainer: Trainer, _batch: object) -> dict[str, float]:
+        raise KeyboardInterrupt
+
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     settings = config(data, tmp_path / "run", tracker="wandb")
@@ -111,8 +114,12 @@ def test_a_tracker_learns_how_the_training_ended(data: Path, tmp_path: Path, mon
         patch.setattr(Trainer, "_step", broken)
         with pytest.raises(RuntimeError, match="power cut"):
             run(settings, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(settings, resume=True)
     run(settings, resume=True)
-    assert wandb.exit_codes == [255, 1, 0]
+    assert wandb.exit_codes == [255, 1, 255, 0]
 
 
 def test_tensorboard_is_a_tracker_too(data: Path, tmp_path: Path) -> None:
