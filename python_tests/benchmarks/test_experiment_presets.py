@@ -24,7 +24,7 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-average", "dbl-claims", "dbl-continued", "dbl-half",
     "dbl-scan", "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims",
-    "fdf-ensemble",
+    "fdf-ensemble", "fdf-ensembles",
     "fdf-heads", "fdf-rates", "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations",
     "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-scenes-ten", "rcar-seeds",
     "scan-ramp",
