@@ -46,6 +46,8 @@ def emoji_command(
     from itm_fast.data import emoji
 
     if pictures:
+        if overwrite:
+            raise ValueError("--overwrite: expected without --pictures, which needs a new or empty folder")
         folder = emoji.write_pictures(out)
         images, captions = (shlex.quote(str(folder / name)) for name in ("pictures", "captions.csv"))
         command = f"itm-fast data import --images {images} --captions {captions} --size 72 --grid 6 --out STORE"
@@ -85,6 +87,7 @@ def pack_command(
     Every command that takes the folder takes the store. Memory use does not grow with the folder. Run the same command
     again to continue an interrupted one.
     """
+    from itm_fast.cli.next_command import next_command
     from itm_fast.data import open_split
     from itm_fast.data.pack import pack
     from itm_fast.data.vocabulary import MIN_COUNT, check_min_count, find_vocabulary, load_vocabulary
@@ -109,8 +112,8 @@ def pack_command(
         )
     # The pixels of the emoji need the patch encoder.
     pixels = kind_of(open_split(out, manifest.splits[0].name, load_vocabulary(out))) == "emoji"
-    options = " --model-option image_encoder=patches" * pixels
-    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan{options} --out RUN")
+    names = [record.name for record in manifest.splits]
+    typer.echo(next_command(names, out, " --model-option image_encoder=patches" * pixels))
 
 
 @app.command("synthesize", cls=Command)

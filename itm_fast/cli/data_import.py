@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections.abc import Sequence
 from enum import Enum
@@ -163,6 +162,7 @@ def import_command(
     """
     from tqdm import tqdm
 
+    from itm_fast.cli.next_command import next_command
     from itm_fast.cli.train import REPORTED
     from itm_fast.data.import_pictures import import_features, import_pictures, import_regions
     from itm_fast.data.pack import check_target
@@ -244,16 +244,7 @@ def import_command(
         warnings.warn(few, stacklevel=2)
     names = [record.name for record in manifest.splits]
     report = " --report" if REPORTED in names and (encoder is None or pictures) else ""
-    data = f"--data {shlex.quote(str(out))}"
-    if "train" not in names:
-        typer.echo(f"evaluate on them with: itm-fast evaluate --checkpoint RUN {data} --split {shlex.quote(names[0])}")
-    elif "dev" in names:
-        typer.echo(f"train on them with: itm-fast train {data} --model scan --out RUN{report}")
-    else:
-        typer.echo(
-            f"train on them, without a split dev, with: itm-fast train {data} --model scan --validation-split train "
-            f"--out RUN{report}"
-        )
+    typer.echo(next_command(names, out, report))
 
 
 def _vocabulary(path: Path) -> Vocabulary:

@@ -228,6 +228,8 @@ def evaluate(
 def _check_reranking(checkpoints: list[Path], k: int | None, candidates: Path | None, data: Path | None) -> None:
     if k is None and candidates is None and data is None:
         return
+    if k is None and candidates is None:
+        raise ValueError("--candidates-data: expected with --candidates RUN and --rerank K")
     if k is None or candidates is None:
         given, missing = ("--rerank", "--candidates RUN") if k is not None else ("--candidates", "--rerank K")
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -82,26 +83,27 @@ _Found = tuple[str, Any, Any, Any]
 
 def _table(path: Path) -> Iterator[_Found]:
     text = documents.read_text(path, _MAX_BYTES, "utf-8-sig")
-    header = text.partition("\n")[0]
+    header = re.split("[\r\n]", text, maxsplit=1)[0]
     # Some published files end in .csv and separate with semicolons or bars.
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;|\t", key=header.count)
-    # Captions of Flickr30k, separated by bars, are not quoted, and those of .tsv files rarely are.
+    # Captions of Flickr30k, separated by bars, are not quoted, and those of .tsv files rarely are. There, quotation marks
+    # count only around a whole cell.
     plain: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter in "|\t" else {}
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True, **plain)
     try:
         names = next(lines, [])
     except csv.Error as error:
         raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
-    columns = [name.strip().lower() for name in (map(_unquoted, names) if delimiter == "\t" else names)]
-    repeated = next((name for name in columns if columns.count(name) > 1), None)
+    columns = [name.strip().lower() for name in (map(_unquoted, names) if plain else names)]
+    image, caption = (_first(names, columns, f"{path}: line 1: expected a column") for names in (_IMAGE, _CAPTION))
+    repeated = next((name for name in (image, caption, _SPLIT) if columns.count(name) > 1), None)
     if repeated is not None:
         raise ValueError(f"{path}: line 1: the column {shown(repeated)} appears twice")
-    image, caption = (_first(names, columns, f"{path}: line 1: expected a column") for names in (_IMAGE, _CAPTION))
     for place, cells in _records(lines, path):
         if isinstance(cells, ValueError):
             yield place, cells, None, None
         elif len(cells) == len(columns):
-            if delimiter == "\t":
+            if plain:
                 cells = list(map(_unquoted, cells))
             row = dict(zip(columns, cells, strict=True))
             yield place, row[image], row[caption], row.get(_SPLIT)
@@ -159,6 +161,7 @@ def _json_lines(path: Path) -> Iterator[_Found]:
             content = documents.parse_json(layout.text_in(line))
             if not isinstance(content, dict):
                 raise ValueError(f"expected a JSON object, got {shown(content)}")
+            content = {name.strip().lower(): value for name, value in content.items()}
             image, caption = (_first(names, content, "expected a key") for names in (_IMAGE, _CAPTION))
         except ValueError as error:
             yield place, error, None, None
@@ -182,18 +185,21 @@ def _json(path: Path) -> Iterator[_Found]:
 
 def _coco(path: Path, images: list[Mapping[str, Any]], annotations: Any) -> Iterator[_Found]:
     names: dict[str, Any] = {}
+    splits: dict[str, Any] = {}
     for number, image in enumerate(images):
         found = image.get("id")
         if not isinstance(found, int | str) or json.dumps(found) in names:
             what = "missing" if found is None else f"not usable or repeated: {shown(found)}"
             raise ValueError(f"{path}: images[{number}]: the id is {what}")
         names[json.dumps(found)] = image.get("file_name")
+        splits[json.dumps(found)] = image.get(_SPLIT)
     if not isinstance(annotations, list) or not all(isinstance(one, dict) for one in annotations):
         raise ValueError(f"{path}: annotations: expected a list of objects, got {shown(annotations)}")
     for number, one in enumerate(annotations):
         found = one.get("image_id")
+        key = json.dumps(found)
         unknown = ValueError(f"image_id: no image has the id {shown(found)}")
-        yield f"annotations[{number}]", names.get(json.dumps(found), unknown), one.get("caption"), None
+        yield f"annotations[{number}]", names.get(key, unknown), one.get("caption"), splits.get(key)
 
 
 def _karpathy(images: list[Mapping[str, Any]]) -> Iterator[_Found]:

@@ -26,6 +26,7 @@ from PIL import Image
 
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.layout import CAPTIONS_PER_IMAGE, open_features, read_captions, split_path
+from itm_fast.data.store_format import refuse_store
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import atomic, regular
 
@@ -186,12 +187,13 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
         The folder.
 
     Raises:
-        ValueError: a file has other content and `overwrite` is not set, or the folder contains a
-            `{split}_cap2im.txt`, which would assign captions to pictures of other data.
+        ValueError: a file has other content and `overwrite` is not set, the folder is a feature store, or it contains
+            a `{split}_cap2im.txt`, which would assign captions to pictures of other data.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory}: expected a directory, found a file")
+    refuse_store(directory)
     texts = {"vocab.json": vocabulary().to_json()}
     for split in SPLITS:
         stray = split_path(directory, split, "cap2im.txt")

@@ -58,7 +58,16 @@ def open_picture(path: Path, content: bytes | Image.Image | None = None) -> Imag
     with _opened(path, _content(path) if content is None else content) as image:
         is_deep = image.mode == "F" or 32 in getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, ())
         image.load()
-        return _as_rgb(ImageOps.exif_transpose(image), is_deep)
+        return _as_rgb(_upright(image), is_deep)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return a decoded picture as its EXIF orientation says; as it is, if its EXIF data cannot be read."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:
+        # Pillow has several exceptions for damaged metadata. The pixels are complete.
+        return image
 
 
 def check_start(path: Path) -> None:

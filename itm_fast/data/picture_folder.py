@@ -88,7 +88,8 @@ def collect(
     """
     if not images.is_dir():
         raise ValueError(f"{images}: {'expected a folder, found a file' if images.exists() else 'no such folder'}")
-    if len(shares) != len(_DRAWN) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6 or shares[0] == 0:
+    is_division = len(shares) == len(_DRAWN) and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
+    if not is_division or shares[0] == 0:
         given = ",".join(f"{share:g}" for share in shares)
         raise ValueError(f"split: expected three shares with a sum of 1, such as 0.8,0.1,0.1, got {given}")
     rows, skipped = read_caption_file(captions)
@@ -102,7 +103,14 @@ def collect(
         if path.resolve() not in known
     ]
     if max_tokens is not None:
-        rows = _short_enough(rows, max_tokens, vocabulary, skipped)
+        before = rows
+        rows = _short_enough(before, max_tokens, vocabulary, skipped)
+        left = {row.image for row in rows}
+        skipped += [
+            f"{paths[name]}: no caption of the picture has at most {max_tokens} tokens"
+            for name in dict.fromkeys(row.image for row in before)
+            if name not in left
+        ]
     if skipped and not skip_bad:
         raise refusal(skipped)
     looks = _look_at_all(rows, paths, skipped, workers, progress)

@@ -130,8 +130,17 @@ def is_store(directory: str | os.PathLike[str]) -> bool:
 def check_finished(directory: str | os.PathLike[str]) -> None:
     """Raise ValueError if a folder is a feature store that is not finished."""
     folder = Path(directory)
-    if not is_store(folder) and (regular.is_present(folder / UNFINISHED) or (folder / DETECTIONS).is_dir()):
+    # A data folder may contain a folder of this name with other files, such as those of a detector.
+    detected = any((folder / DETECTIONS).glob("*.safetensors"))
+    if not is_store(folder) and (regular.is_present(folder / UNFINISHED) or detected):
         raise ValueError(f"{directory}: an unfinished store; finish it with the same itm-fast data command")
+
+
+def refuse_store(directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a folder is a feature store, finished or not: files of other data would damage it."""
+    check_finished(directory)
+    if is_store(directory):
+        raise ValueError(f"{directory}: a feature store; choose another folder")
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from itm_fast.data.layout import CAPTIONS_PER_IMAGE, SUFFIXES, split_path
+from itm_fast.data.store_format import refuse_store
 from itm_fast.data.vocabulary import END, MASK, PAD, START, UNK, Vocabulary
 from itm_fast.files import atomic
 
@@ -59,7 +60,7 @@ def write_synthetic(
         The folder.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the folder is a feature store.
         OSError: the disk is full.
     """
     for name, value, least in (("regions", regions, 1), ("width", width, 1), ("words", words, 6), ("seed", seed, 0)):
@@ -70,6 +71,7 @@ def write_synthetic(
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder, found a file")
+    refuse_store(folder)
     vocabulary = Vocabulary([PAD, START, END, UNK, MASK, *(f"word{number}" for number in range(words - 5))])
     vocabulary.save(folder / "vocab.json")
     counts = {split: max(round(images * scale), 1) for split, images in COCO_IMAGES.items()}

@@ -62,6 +62,7 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
     model = models.load(run, config.device)
     dataset = open_split(data, split, Vocabulary.from_file(Path(run) / run_folder.VOCABULARY))
     model.prepare(dataset)
+    dataset.check_caption_lengths(model.max_caption_length)
     scores = evaluation.score_matrix(model, dataset, progress=True, description=split)
     metrics = read_metrics(Path(run) / run_folder.METRICS, ("step", "seconds"))
     names = dataset.image_ids or [f"image {number}" for number in range(dataset.n_images)]

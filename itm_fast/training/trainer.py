@@ -104,6 +104,8 @@ class Trainer:
             train_data.source, self.placement = place(
                 train_data.source, where, self.device, self.world, progress=self._talks
             )
+            if where != config.features:
+                self.placement = Placement("disk", "picture_augmentation changes pictures as they are read")
         self.phases = Phases.of(config, batches)
         self.steps_per_epoch = self.phases.steps_per_epoch
         own_loss = None if loss is None else as_loss(loss).to(self.device)

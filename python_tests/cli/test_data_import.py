@@ -464,6 +464,14 @@ def test_captions_of_too_many_tokens_are_named_or_left_out(
     assert stored == TokenizerVocabulary.from_folder(clip)
     splits = [open_split(tmp_path / "store", split, stored) for split in ("train", "dev", "test")]
     assert sum(len(split) for split in splits) == 40
+    # A picture whose captions are all too long is listed, too.
+    captions.write_text("\n".join(["image,caption", *lines[:-1], f"{names[-1]},red boat sun", ""]))
+    found = collect(tmp_path / "pictures", captions, skip_bad=True, max_tokens=4)
+    assert found.skipped == [
+        f"{captions}: line 41: expected at most 4 tokens in a caption, got 5",
+        f"{tmp_path}/pictures/{names[-1]}: no caption of the picture has at most 4 tokens",
+    ]
+    assert sum(len(split.names) for split in found.splits) == 39
 
 
 def test_emoji_are_written_as_pictures(
@@ -484,6 +492,16 @@ def test_emoji_are_written_as_pictures(
     assert error(capsys, "data", "emoji", "--pictures", "--out", out) == (
         1, f"{out}: expected a new or empty folder"
     )  # fmt: skip
+    assert error(capsys, "data", "emoji", "--pictures", "--overwrite", "--out", out) == (
+        1, "--overwrite: expected without --pictures, which needs a new or empty folder"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shares", [(0.8, 0.2, float("nan")), (0.8, 0.1, 0.2), (0.0, 0.5, 0.5)])
+def test_shares_that_are_no_division_are_refused(tmp_path: Path, shares: tuple[float, float, float]) -> None:
+    given = re.escape(",".join(f"{share:g}" for share in shares))
+    with pytest.raises(ValueError, match=f"^split: expected three shares with a sum of 1, .* got {given}$"):
+        collect(tmp_path, tmp_path / "captions.csv", shares=shares)
 
 
 def test_splits_of_the_captions_are_kept(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,16 @@ def test_the_training_time_is_that_of_the_last_line(store: Path, tmp_path: Path)
     write_run_report(run / "report.html", run, str(store), "test")
     html = (run / "report.html").read_text(encoding="utf-8")
     assert f"<dt>Training time</dt><dd>{100 * len(lines)} s, validations included</dd>" in html
+
+
+def test_captions_that_the_model_cannot_read_are_named(store: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert cli.run(["train", "--data", str(store), "--out", str(run), "--model", "vsepp", *TINY]) == 0
+    with (
+        mock.patch.object(models.MatchingModel, "max_caption_length", 3),
+        pytest.raises(ValueError, match=r"expected at most 3 tokens in a caption, as many as the model reads"),
+    ):
+        write_run_report(tmp_path / "report.html", run, str(store), "test")
 
 
 def test_features_without_pictures_are_refused_first(

@@ -67,9 +67,31 @@ def test_captions_between_tabs_may_contain_quotation_marks(tmp_path: Path) -> No
     assert [row.caption for row in rows] == list(texts.values())
     assert problems == []
     bars = tmp_path / "bars.csv"
-    bars.write_text('"image"|"caption"\n"a.jpg"|"A dog"\n')
-    with pytest.raises(ValueError, match=r"line 1: expected a column"):
-        read_caption_file(bars)
+    bars.write_text('"image"|"caption"\n"a.jpg"|"A ""red"" dog"\n')
+    assert [row.caption for row in read_caption_file(bars)[0]] == ['A "red" dog']
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("columns.csv", "image,caption,note,note,,\na.png,a thing,1,2,,\n"),
+        ("macintosh.csv", "image;caption\ra.png;a thing\r"),
+        ("capitals.jsonl", '{"Image": "a.png", "Caption": "a thing"}'),
+    ],
+)
+def test_tables_of_other_programs_are_read(tmp_path: Path, name: str, text: str) -> None:
+    """Unused columns may share a name, lines may end in carriage returns, and keys may have capitals."""
+    (tmp_path / name).write_text(text, newline="")
+    rows, problems = read_caption_file(tmp_path / name)
+    assert [(row.image, row.caption) for row in rows] == [("a.png", "a thing")]
+    assert problems == []
+
+
+def test_splits_beside_the_images_of_coco_are_used(tmp_path: Path) -> None:
+    images = [{**image, "split": split} for image, split in zip(COCO["images"], ("train", "val"), strict=True)]
+    (tmp_path / "a.json").write_text(json.dumps({**COCO, "images": images}))
+    rows, _ = read_caption_file(tmp_path / "a.json")
+    assert [row.split for row in rows] == ["train", "dev", "train"]
 
 
 def test_captions_between_tabs_may_not_contain_tabs_or_line_breaks(tmp_path: Path) -> None:

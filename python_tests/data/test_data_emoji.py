@@ -334,15 +334,23 @@ def test_the_command_writes_the_data_and_fails_with_one_line(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_command_after_packing_names_the_patch_encoder(dtype, tmp_path, capsys):
-    np.save(tmp_path / "train_ims.npy", emoji.patches(emoji.pictures("test")[:4]))
-    (tmp_path / "train_caps.txt").write_text("".join(f"{text}\n" for text in emoji.captions("test")[:20]))
+@pytest.mark.parametrize(
+    ("split", "dtype", "command"),
+    [
+        ("train", "bf16", "train on them, without a split dev, with: itm-fast train --data {store} --model scan "
+         "--validation-split train --out RUN --model-option image_encoder=patches"),
+        ("train", "fp32", "train on them, without a split dev, with: itm-fast train --data {store} --model scan "
+         "--validation-split train --out RUN --model-option image_encoder=patches"),
+        ("dev", "bf16", "evaluate on them with: itm-fast evaluate --checkpoint RUN --data {store} --split dev"),
+    ],
+)  # fmt: skip
+def test_the_command_after_packing_fits_the_splits_and_names_the_patch_encoder(split, dtype, command, tmp_path, capsys):
+    np.save(tmp_path / f"{split}_ims.npy", emoji.patches(emoji.pictures("test")[:4]))
+    (tmp_path / f"{split}_caps.txt").write_text("".join(f"{text}\n" for text in emoji.captions("test")[:20]))
     emoji.vocabulary().save(tmp_path / "vocab.json")
     store = tmp_path / "store"
     assert run(["data", "pack", "--data", str(tmp_path), "--out", str(store), "--dtype", dtype]) == 0
-    command = f"itm-fast train --data {store} --model scan --model-option image_encoder=patches --out RUN"
-    assert capsys.readouterr().out.endswith(f"train on them with: {command}\n")
+    assert capsys.readouterr().out.endswith(f"{command.format(store=store)}\n")
 
 
 @pytest.mark.parametrize("call", [emoji.pictures, emoji.names, emoji.captions, emoji.image_ids, emoji.load])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +154,14 @@ def test_an_import_stopped_after_any_file_can_continue(
         write(splits, source, out, detector)
         assert detector.calls == COUNT - done[min(stop, 4)]
         assert contents(out) == whole
+
+
+def test_a_folder_of_detections_beside_features_is_no_unfinished_store(data: Path, tmp_path: Path) -> None:
+    """A detector's own output may have such a folder."""
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "detections").mkdir()
+    (tmp_path / "data" / "detections" / "train.json").write_text("{}")
+    assert cli.run(["data", "check", str(tmp_path / "data")]) == 0
 
 
 def test_a_finished_import_is_left_as_it_is(

@@ -51,6 +51,13 @@ def test_the_orientation_of_exif_is_applied(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(open_picture(tmp_path / "a.png")), np.rot90(quadrants(), -1))
 
 
+@pytest.mark.parametrize("suffix", ["png", "webp", "jpeg"])
+def test_damaged_metadata_is_ignored(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(quadrants()).save(path, exif=b"Exif\0\0damaged")
+    assert open_picture(path).size == (16, 16)
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparent_pixels_are_white(tmp_path: Path, mode: str) -> None:
     image = Image.new("RGBA", (4, 4), (0, 0, 0, 0))

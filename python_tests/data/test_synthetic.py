@@ -92,5 +92,11 @@ def test_the_command_writes_the_data(tmp_path: Path, capsys: pytest.CaptureFixtu
         (out / name).write_text("of other data\n")
     assert cli.run([*arguments, "--overwrite"]) == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {**before, "val_ids.txt": b"of other data\n"}
+    store = tmp_path / "store"
+    assert cli.run(["data", "pack", "--data", str(out), "--out", str(store), "--split", "dev"]) == 0
+    for command in (["synthesize", "--scale", "0.001"], ["emoji"]):
+        refused = error(capsys, "data", *command, "--out", store, "--overwrite")
+        assert refused == (1, f"{store}: a feature store; choose another folder")
+    assert cli.run(["data", "check", str(store)]) == 0
     expected = "scale: expected a number above 0 and at most 100, got 0.0"
     assert error(capsys, *arguments[:4], "--scale", "0", "--overwrite") == (1, expected)

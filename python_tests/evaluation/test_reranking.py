@@ -186,6 +186,7 @@ def test_the_command(data: Path, runs: tuple[Path, Path], tmp_path: Path) -> Non
     [
         (["--rerank", "3"], "--rerank: expected with --candidates RUN, which says which candidates to score"),
         (["--candidates", "SCAN"], "--candidates: expected with --rerank K, which says how many to score"),
+        (["--candidates-data", "OTHER"], "--candidates-data: expected with --candidates RUN and --rerank K"),
         (["--rerank", "0", "--candidates", "SCAN"], "--rerank: expected at least 1 candidate per query, got 0"),
         (["--rerank", "3", "--candidates", "SCAN", "--checkpoint", "SCAN"],
          "--rerank: expected one --checkpoint, got 2"),
