@@ -86,8 +86,8 @@ def _table(path: Path) -> Iterator[_Found]:
     header = re.split("[\r\n]", text, maxsplit=1)[0]
     # Some published files end in .csv and separate with semicolons or bars.
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;|\t", key=header.count)
-    # Captions of Flickr30k, separated by bars, are not quoted, and those of .tsv files rarely are. There, quotation marks
-    # count only around a whole cell.
+    # Captions of Flickr30k, separated by bars, are not quoted, and those of .tsv files rarely are. There, quotation
+    # marks count only around a whole cell.
     plain: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter in "|\t" else {}
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True, **plain)
     try:
