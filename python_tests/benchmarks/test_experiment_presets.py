@@ -24,7 +24,7 @@ PLANNED = sorted(f"planned/{path.stem}" for path in (ROOT / "benchmarks" / "expe
 COMPLETE = [
     "addr-claims", "addr-regions", "dbl-anchors", "dbl-average", "dbl-claims", "dbl-continued", "dbl-half",
     "dbl-scan", "dbl-variants", "demo-rar", "demo-rates", "fdf-chan", "fdf-chan-seeds", "fdf-claims",
-    "fdf-ensemble", "fdf-ensembles",
+    "fdf-ensemble", "fdf-ensembles", "fdf-ensembles-vse",
     "fdf-heads", "fdf-rates", "fdf-start", "fdf-trained", "fdf-variants", "fdf-vse", "rcar-ablations",
     "rcar-claims", "rcar-epochs", "rcar-grid", "rcar-rates", "rcar-scenes", "rcar-scenes-ten", "rcar-seeds",
     "scan-ramp",
@@ -39,7 +39,7 @@ ALSO_DIFFER = {
     "fdf-heads": {"lr", "epochs"}, "fdf-ensemble": {"lr"}, "rcar-epochs": {"lr"}, "demo-rates": {"lr"},
     "fdf-chan": {"epochs"}, "fdf-chan-seeds": {"epochs"}, "fdf-trained": {"epochs"}, "fdf-vse": {"epochs"},
     "fdf-rates": {"epochs"}, "scan-ramp": {"lr_warmup_steps"}, "rcar-scenes": {"lr"}, "rcar-seeds": {"lr"},
-    "rcar-scenes-ten": {"lr"}, "fdf-ensembles": {"lr", "epochs"}, "planned/fdf-ensembles-vse": {"lr", "epochs"},
+    "rcar-scenes-ten": {"lr"}, "fdf-ensembles": {"lr", "epochs"}, "fdf-ensembles-vse": {"lr", "epochs"},
 }  # fmt: skip
 
 
