@@ -109,7 +109,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"{table(lines)}\n\nBatches of {sizes['batch']} distinct images; medians of {sizes['steps']} batches after "
         f"every row was in one, in processor time on one thread; the machine's load was {before:.1f} at the start and "
         f"{after:.1f} at the end. {where['processor']}, {where['date'][:10]}, commit "
-        f"{commit_of(where)}; made by `{where['command']}`. The paper states "
+        f"{commit_of(where)}. The paper states "
         f"{PUBLISHED / 1000:.1f} GB for COCO.\n"
     )
 

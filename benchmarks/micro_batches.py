@@ -103,7 +103,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         "",
         f"Processor time, median of interleaved runs ({runs}); memory is the peak of a fresh process with its model, "
         f"optimiser and two steps, without the features of the batch. {where['processor']}, {where['threads']} "
-        f"thread(s), {where['date'][:10]}, commit {commit_of(where)}; made by `{where['command']}`.",
+        f"thread(s), {where['date'][:10]}, commit {commit_of(where)}.",
     ]
     return "\n".join(lines) + "\n"
 

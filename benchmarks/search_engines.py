@@ -243,8 +243,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"{table(rows)}\n\nPooled vectors of the images and captions of the table above. Each engine finds "
         f"{results['top']:,} items, the shortlist of {CANDIDATES} candidates, with one thread, for "
         f'{cases[0]["queries"]} captions. "best 10 found" is the share of the ten images with the best scores that '
-        f"are among them, over {exact} captions. HNSW and IVF are told to visit up to four times the least; the row is "
-        "of the first setting that finds as many as the product or as four times the least do, less 0.01. Build and "
+        f"are among them, over {exact} captions. HNSW and IVF were tried with up to four times the fewest vectors to "
+        "visit; the row has the first setting within 0.01 of the exact product or of the largest setting. Build and "
         "query are processor time; the first query includes opening the index, in wall time on a busy machine. Memory "
         "is that of the process. The installed size includes dependencies, also those of itm_fast itself. "
         f"Measured on {where['date'][:10]}: {where['processor']}.\n"

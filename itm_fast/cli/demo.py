@@ -65,7 +65,7 @@ def demo(
 ) -> None:
     """Train SCAN with RAR on the bundled emoji, evaluate it on unseen pictures, and write a report and a search index.
 
-    The model learns from the raw pixels of 2,800 emoji. The report then searches 500 unseen pictures by caption, and
+    The model learns from the raw pixels of 2,821 emoji. The report then searches 500 unseen pictures by caption, and
     captions by picture. The index next to the run directory holds these pictures.
     """
     if serve:
