@@ -317,6 +317,7 @@ def test_each_epoch_augments_with_its_own_numbers(
 
 def test_pairs_of_other_batches_are_augmented_too(folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(settings(folder, tmp_path / "run", picture_augmentation="crop_flip", crop_area=0.2, seed=7))
+    assert str(trainer.placement) == "disk (picture_augmentation changes pictures as they are read)"
     rows = torch.arange(6)
     changed = trainer.train_data.batch(rows.numpy(), PictureAugmentation(7, 0, 0.2, True)).features
     assert torch.equal(trainer.stepper._read(rows).features, changed)
