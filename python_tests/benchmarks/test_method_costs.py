@@ -311,7 +311,7 @@ def test_the_stores_table() -> None:
     lines = discriminators.markdown(shown).splitlines()
     assert lines[0] == "| store of 5,000 images at a width of 8 | MB | gather a batch, ms | update it, ms | save, s |"
     assert lines[2] == "| low | 5 | 1.00 | 2.50 | 0.3 |"
-    assert lines[-1].endswith("made by `c`. The paper states 1.8 GB for COCO.")
+    assert lines[-1].endswith("The paper states 1.8 GB for COCO.")
     committed = json.loads((RESULTS / "discriminators.json").read_text())
     assert committed["sizes"] == {"images": 113_287, "width": 1024, "batch": 128, "steps": 200}
     stores = {name: found["bytes"] for name, found in committed["rows"].items()}

@@ -39,7 +39,7 @@ def test_the_table() -> None:
         "",
         "Processor time, median of interleaved runs (1 of batches of 1024, width 256); memory is the peak of a fresh "
         "process with its model, optimiser and two steps, without the features of the batch. P, 1 thread(s), "
-        "2026-01-02, commit 0123456789ab; made by `c`.",
+        "2026-01-02, commit 0123456789ab.",
     ]
 
 
